@@ -1,4 +1,4 @@
-"""Deltas of snapshots on a device: the same payload as on the host, applied where the snapshot is."""
+"""Deltas of snapshots on a device: they are made on the host and applied where the snapshot is."""
 
 import pytest
 import torch
@@ -10,17 +10,14 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 @pytest.mark.parametrize("word_bytes", [1, 2, 4])
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.03, 0.5])
-def test_a_device_makes_and_takes_the_host_s_deltas(word_bytes: int, share: float):
+def test_a_device_takes_the_host_s_deltas(word_bytes: int, share: float):
     generator = torch.Generator().manual_seed(0)
     base = torch.randint(0, 256, (word_bytes * 2_500_001 + word_bytes - 1,), generator=generator, dtype=torch.uint8)
     new = base.clone()
     chosen = torch.rand(len(base), generator=generator) < share
     new[chosen] += 1
     payload = delta.encode(base, new, word_bytes, limit=1 << 40)
-    on_device = delta.encode(base.cuda(), new.cuda(), word_bytes, limit=1 << 40)
     assert payload is not None
-    assert on_device is not None
-    assert torch.equal(payload, on_device)
     target = base.cuda()
     delta.apply(payload, target)
     assert torch.equal(target.cpu(), new)

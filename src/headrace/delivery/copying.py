@@ -37,19 +37,24 @@ def threads_here() -> int:
     return min(MOST_THREADS, cores)
 
 
-def share(work: Callable[[Iterator[T]], None], pieces: Sequence[T], threads: int, name: str) -> None:
-    """Run `work` on the pieces in `threads` threads, one of them the caller's; an exception in any is raised here.
+def share(work: Callable[[T], object], pieces: Sequence[T], threads: int, name: str) -> None:
+    """Run `work` on each piece in `threads` threads, one of them the caller's; an exception in any is raised here.
 
     Exactly one thread takes each piece, and all pieces are done on return.
     """
     # All threads share one iterator, so that a thread whose core is busy takes fewer pieces.
     shared = iter(pieces)
+
+    def take() -> None:
+        for piece in shared:
+            work(piece)
+
     if threads <= 1 or len(pieces) <= 1:
-        work(shared)
+        take()
         return
     with ThreadPoolExecutor(threads - 1, thread_name_prefix=name) as pool:
-        others = [pool.submit(work, shared) for _ in range(threads - 1)]
-        work(shared)
+        others = [pool.submit(take) for _ in range(threads - 1)]
+        take()
     for other in others:
         other.result()
 
@@ -58,9 +63,8 @@ def share(work: Callable[[Iterator[T]], None], pieces: Sequence[T], threads: int
 def copy_all(targets: _Tensors, sources: _Tensors, *, non_blocking: bool = False, threads: int | None = None) -> None:
     """Copy every source over the target of the same name, cast to the target's dtype, in few launches.
 
-    On a GPU torch fuses all copies with the same pair of dtypes. `threads` threads share the copies in host memory. The
-    default is one thread for every core that this process may use, up to `MOST_THREADS`; 1 leaves the copies to torch.
-    Raises `DeliveryError` before the first copy if a shape differs.
+    On a GPU torch fuses all copies with the same pair of dtypes. In host memory `threads` threads share the copies,
+    by default `threads_here()`; 1 leaves them to torch. Raises `DeliveryError` at once if a shape differs.
     """
     wanted = threads or threads_here()
     together: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -81,7 +85,7 @@ def copy_all(targets: _Tensors, sources: _Tensors, *, non_blocking: bool = False
         torch._foreach_copy_(into, out_of, non_blocking=non_blocking)
     nbytes = sum(target.nbytes for target, _ in together)
     pieces = [piece for target, source in together for piece in _pieces(target, source)]
-    share(_do, pieces, wanted if nbytes >= WORTH_THREADS else 1, "copy")
+    share(lambda piece: piece(), pieces, wanted if nbytes >= WORTH_THREADS else 1, "copy")
     # Torch did not see the copy. Code that caches values derived from a tensor checks the tensor's version counter.
     for target, _ in together:
         increment_version(target)
@@ -120,11 +124,6 @@ def divisible(target: torch.Tensor, source: torch.Tensor) -> bool:
         # to write to an inference tensor in other threads, which are not in inference mode.
         and (target.dtype == source.dtype or (torch.get_num_threads() == 1 and not target.is_inference()))
     )
-
-
-def _do(pieces: Iterator[_Piece]) -> None:
-    for piece in pieces:
-        piece()
 
 
 def _pieces(target: torch.Tensor, source: torch.Tensor) -> Iterator[_Piece]:

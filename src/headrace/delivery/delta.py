@@ -12,8 +12,7 @@ The differences are folded to unsigned numbers, so that small changes of either 
 split into one stream for each byte of a word. Each stream is deflated if that makes it smaller. The decoder checks
 every field of a chunk before it uses it.
 
-Snapshots on a GPU are compared and changed on the GPU. Only the changed words are copied to the host, where they are
-packed and unpacked. The payload is always in host memory.
+A delta is made in host memory. It is unpacked there too, and a snapshot on a GPU is changed on the GPU.
 """
 
 from __future__ import annotations
@@ -76,27 +75,27 @@ def word_bytes_of(entries: Iterable[Entry]) -> int:
 def encode(
     base: torch.Tensor, new: torch.Tensor, word_bytes: int, *, limit: int | None = None, threads: int = 2
 ) -> torch.Tensor | None:
-    """Encode the changes from `base` to `new` (flat, uint8, on one device); None if that takes `limit` bytes or more.
+    """Encode the changes from `base` to `new` (flat, uint8, in host memory); None if that takes `limit` bytes or more.
 
     The default `limit` is the size of a snapshot. For large snapshots, samples are encoded first; if they show that the
     delta would be too large, this returns None at once. Otherwise encoding stops when the delta reaches the limit.
     """
-    _check(base, new, word_bytes)
+    if len(base) != len(new):
+        raise DeliveryError(f"snapshots of {len(base)} and {len(new)} bytes have no delta")
     limit = len(new) if limit is None else limit
     words = len(new) // word_bytes
-    old_words, new_words = _words(base, word_bytes), _words(new, word_bytes)
+    old_words, new_words = (tensor.numpy()[: words * word_bytes].view(DTYPES[word_bytes]) for tensor in (base, new))
     if _projected(old_words, new_words, words) >= limit:
         return None
-    tail = new[words * word_bytes :].cpu().numpy().tobytes()
+    tail = new[words * word_bytes :].numpy().tobytes()
 
     def chunk(index: int) -> bytes:
-        span = slice(index * CHUNK_WORDS, (index + 1) * CHUNK_WORDS)
-        return _encode_span(old_words, new_words, span)
+        return _encode_span(old_words, new_words, slice(index * CHUNK_WORDS, (index + 1) * CHUNK_WORDS))
 
     count = -(-words // CHUNK_WORDS)
     chunks: list[bytes] = []
     size = _START + 4 * count + len(tail)
-    with contextlib.closing(_in_order(chunk, count, 1 if new.is_cuda else threads)) as encoding:
+    with contextlib.closing(_in_order(chunk, count, threads)) as encoding:
         while size < limit and (encoded := next(encoding, None)) is not None:
             chunks.append(encoded)
             size += len(encoded)
@@ -115,20 +114,25 @@ def apply(payload: torch.Tensor, target: torch.Tensor, *, threads: int = 2) -> N
     Raises `DeliveryError` if the payload is damaged or was made for snapshots of another size. The target is then
     unchanged, unless the checksum happens to fit the damaged payload. Nothing outside the target is ever written.
     """
-    _check(target, target, 1)
     if payload.dtype != torch.uint8:
         raise DeliveryError(f"a delta is bytes, not {payload.dtype}")
     data = payload.detach().cpu().contiguous().numpy().data
     word_bytes, chunk_words, starts = _parse(data, len(target))
     words = len(target) // word_bytes
-    target_words = _words(target, word_bytes)
+    whole = target[: words * word_bytes]
+    # In host memory numpy is faster than torch.
+    target_words = whole.view(_TORCH[word_bytes]) if target.is_cuda else whole.numpy().view(DTYPES[word_bytes])
 
     def chunk(index: int) -> None:
         encoded = data[starts[index] : starts[index + 1]]
         if len(encoded):
             span = slice(index * chunk_words, min(words, (index + 1) * chunk_words))
             positions, differences = decode_chunk(encoded, span.stop - span.start, word_bytes)
-            _add(target_words[span], positions, differences)
+            if isinstance(target_words, torch.Tensor):
+                added = torch.from_numpy(differences.view(np.uint8)).to(target.device).view(target_words.dtype)
+                target_words[span][torch.from_numpy(positions).to(target.device)] += added
+            else:
+                target_words[span][positions] += differences
 
     for _ in _in_order(chunk, len(starts) - 1, 1 if target.is_cuda else threads):
         pass
@@ -163,43 +167,13 @@ def _parse(data: memoryview, nbytes: int) -> tuple[int, int, list[int]]:
     return word_bytes, chunk_words, starts
 
 
-def _check(base: torch.Tensor, new: torch.Tensor, word_bytes: int) -> None:
-    for tensor in (base, new):
-        if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
-            raise DeliveryError(f"a snapshot is flat bytes, not {tensor.dtype} of shape {tuple(tensor.shape)}")
-    if len(base) != len(new) or base.device != new.device:
-        raise DeliveryError(f"snapshots of {len(base)} and {len(new)} bytes, or of two devices, have no delta")
-    if word_bytes not in DTYPES:
-        raise DeliveryError(f"a word has 1, 2 or 4 bytes, not {word_bytes}")
-
-
-def _words(packed: torch.Tensor, word_bytes: int) -> Words | torch.Tensor:
-    """Return the whole words of a snapshot: a numpy array on the host, where numpy is faster, and a tensor on a GPU."""
-    whole = packed[: len(packed) // word_bytes * word_bytes]
-    return whole.view(_TORCH[word_bytes]) if packed.is_cuda else whole.numpy().view(DTYPES[word_bytes])
-
-
-def _encode_span(old: Words | torch.Tensor, new: Words | torch.Tensor, span: slice) -> bytes:
+def _encode_span(old: Words, new: Words, span: slice) -> bytes:
     before, after = old[span], new[span]
-    if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
-        changed = (before != after).nonzero().flatten()
-        difference = (after[changed] - before[changed]).cpu().numpy()
-        return encode_chunk(changed.cpu().numpy(), difference.view(DTYPES[after.itemsize]), len(after))
-    assert isinstance(before, np.ndarray)
-    assert isinstance(after, np.ndarray)
     positions = np.flatnonzero(before != after)
     return encode_chunk(positions, after[positions] - before[positions], len(after))
 
 
-def _add(target: Words | torch.Tensor, positions: Positions, differences: Words) -> None:
-    if isinstance(target, torch.Tensor):
-        added = torch.from_numpy(differences.view(np.uint8)).to(target.device).view(target.dtype)
-        target[torch.from_numpy(positions).to(target.device)] += added
-    else:
-        target[positions] += differences
-
-
-def _projected(old: Words | torch.Tensor, new: Words | torch.Tensor, words: int) -> float:
+def _projected(old: Words, new: Words, words: int) -> float:
     """Estimate the bytes of a delta from samples across the snapshots; 0 if encoding is as quick as sampling."""
     if words < 16 * _PROBES * _PROBE_WORDS:
         return 0.0

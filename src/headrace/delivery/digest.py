@@ -28,11 +28,9 @@ The digest protects against mistakes, not against an attacker. It costs one 32-b
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from queue import SimpleQueue
 
 import numpy as np
 import torch
@@ -56,14 +54,12 @@ from headrace.delivery.plan import dtype_of
 WORTH_THREADS = 8 * SPAN
 """Several threads share a digest of at least this many words; with fewer words, starting the threads takes longer."""
 
-_Numbered = tuple[int, DigestPiece]
-
 
 def digest(weights: Iterable[tuple[str, torch.Tensor]], threads: int | None = None) -> int:
     """Return the digest of whole tensors, in any order: an unsigned 64-bit number.
 
-    `threads` threads share the tensors in host memory. The default is one thread for every core that this process may
-    use, up to `MOST_THREADS`: the work is short, and an engine's next token or a version's announcement waits for it.
+    `threads` threads share the tensors in host memory, by default `threads_here()`: an engine's next token or a
+    version's announcement waits for the digest.
     """
     total = 0
     on_host: list[tuple[str, torch.Tensor]] = []
@@ -71,8 +67,11 @@ def digest(weights: Iterable[tuple[str, torch.Tensor]], threads: int | None = No
     for name, tensor in weights:
         if tensor.is_cuda:
             on_gpus[tensor.device][name] = tensor
+        elif tensor.is_contiguous() and tensor.data_ptr() % 4 == 0:
+            on_host.append((name, tensor))
         else:
-            on_host.append((name, _readable(tensor)))
+            # Its words cannot be read in place.
+            on_host.append((name, tensor.detach().clone(memory_format=torch.contiguous_format)))
     for tensors in on_gpus.values():
         # Imported here, because Triton is needed only with a GPU.
         from headrace.delivery.kernels import DeviceDigest
@@ -81,14 +80,13 @@ def digest(weights: Iterable[tuple[str, torch.Tensor]], threads: int | None = No
     # `on_host` keeps the tensors alive, because they are read by address.
     layout = layout_of(tuple(where(name, tensor) for name, tensor in on_host))
     found = [torch.empty(0, dtype=torch.int32)] * len(layout.pieces)
-    wanted = threads or threads_here()
+
+    def take(numbered: tuple[int, DigestPiece]) -> None:
+        found[numbered[0]] = numbered[1].sums()
+
     # The threads share the words of all tensors together.
-    share(
-        functools.partial(_take, found),
-        list(enumerate(layout.pieces)),
-        wanted if layout.words >= WORTH_THREADS else 1,
-        "digest",
-    )
+    wanted = threads or threads_here()
+    share(take, list(enumerate(layout.pieces)), wanted if layout.words >= WORTH_THREADS else 1, "digest")
     return (total + layout.digest(found)) & MASK
 
 
@@ -110,7 +108,7 @@ class GrowingDigest:
     """The digest of tensors in one packed buffer, computed while the buffer fills from its beginning.
 
     A word is read only after it has arrived, and where it arrived. The result equals that of `digest` for the whole.
-    Used by one thread, which must close it; helper threads do part of the work.
+    Used by one thread, which must close it; helper threads do the work.
     """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
@@ -118,11 +116,9 @@ class GrowingDigest:
         self._layout: DigestLayout | None = None
         self._base = 0
         self._held: Mapping[str, torch.Tensor] = {}
-        self._found: list[torch.Tensor] = []
-        self._coming: deque[_Numbered] = deque()
-        self._here: SimpleQueue[_Numbered | None] = SimpleQueue()
-        self._pool: ThreadPoolExecutor | None = None
-        self._working: list[Future[None]] = []
+        self._coming: deque[tuple[int, DigestPiece]] = deque()
+        self._sums: dict[int, Future[torch.Tensor]] = {}
+        self._pool = ThreadPoolExecutor(threads_here(), thread_name_prefix="digest")
 
     @property
     def begun(self) -> bool:
@@ -135,51 +131,20 @@ class GrowingDigest:
         `weights` are views of the whole buffer; every call must pass the same views.
         """
         if self._layout is None:
-            self._begin(weights)
+            self._held = weights
+            self._base = min(weights[entry.name].data_ptr() - entry.offset for entry in self._entries if entry.nbytes)
+            self._layout = layout_of(tuple(where(entry.name, weights[entry.name]) for entry in self._entries))
+            self._coming = deque(sorted(enumerate(self._layout.pieces), key=lambda piece: piece[1].end))
         while self._coming and self._coming[0][1].end - self._base <= nbytes:
-            self._here.put(self._coming.popleft())
+            number, piece = self._coming.popleft()
+            self._sums[number] = self._pool.submit(piece.sums)
 
     def value(self) -> int:
-        """Return the digest after all bytes have arrived; the calling thread helps with the remaining pieces."""
+        """Return the digest after all bytes have arrived."""
         assert self._layout is not None and not self._coming
-        self._end()
-        _take(self._found, iter(self._here.get, None))
-        for one in self._working:
-            one.result()
-        return self._layout.digest(self._found)
+        return self._layout.digest([self._sums[number].result() for number in range(len(self._layout.pieces))])
 
     def close(self) -> None:
         """End the helper threads and release the weights. Idempotent."""
-        if self._pool is not None:
-            self._end()
-            self._pool.shutdown(wait=True)
-            self._pool = None
-            self._held = {}
-
-    def _begin(self, weights: Mapping[str, torch.Tensor]) -> None:
-        self._held = weights
-        self._base = min(weights[entry.name].data_ptr() - entry.offset for entry in self._entries if entry.nbytes)
-        self._layout = layout_of(tuple(where(entry.name, weights[entry.name]) for entry in self._entries))
-        numbered = enumerate(self._layout.pieces)
-        self._coming = deque(sorted(numbered, key=lambda piece: piece[1].end))
-        self._found = [torch.empty(0, dtype=torch.int32)] * len(self._coming)
-        helpers = max(1, threads_here() - 1)
-        self._pool = ThreadPoolExecutor(helpers, thread_name_prefix="digest")
-        self._working = [self._pool.submit(_take, self._found, iter(self._here.get, None)) for _ in range(helpers)]
-
-    def _end(self) -> None:
-        """Put one end marker into the queue for every helper thread, and one for the caller."""
-        for _ in range(len(self._working) + 1):
-            self._here.put(None)
-
-
-def _take(found: list[torch.Tensor], pieces: Iterator[_Numbered]) -> None:
-    for number, piece in pieces:
-        found[number] = piece.sums()
-
-
-def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor if its words can be read in place, and otherwise a copy of it."""
-    if tensor.is_contiguous() and tensor.data_ptr() % 4 == 0:
-        return tensor
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._held = {}

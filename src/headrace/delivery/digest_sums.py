@@ -159,7 +159,7 @@ class _Run(NamedTuple):
 
 
 def _whole_blocks(tensor: _Where, start: int) -> Iterator[DigestPiece]:
-    factors, rows = _block_factors(), tensor.nbytes // (4 * BLOCK)
+    factors, rows = torch.from_numpy(table()[:BLOCK]), tensor.nbytes // (4 * BLOCK)
     for first in range(0, rows, SPAN // BLOCK):
         count = min(SPAN // BLOCK, rows - first)
         address = tensor.address + 4 * BLOCK * first
@@ -264,16 +264,10 @@ def _add_words(sums: Sums, words: Sums, first: int) -> None:
             sums[1 + block : 2 + block] += np.dot(run, factors[place : place + width])
         else:
             # torch.mv is vectorised, which numpy's integer product is not; but each call costs more.
-            sums[1 + block : 1 + block + rows] += torch.mv(
-                torch.from_numpy(run.reshape(rows, BLOCK)), _block_factors()
-            ).numpy()
+            blocks = torch.from_numpy(run.reshape(rows, BLOCK))
+            sums[1 + block : 1 + block + rows] += torch.mv(blocks, torch.from_numpy(factors[:BLOCK])).numpy()
         done += rows * width
     if first < HEAD:
         # After the blocks, because these words are in a cache now.
         upper = words[: HEAD - first] >> 16
         sums[:1] += np.dot(upper, factors[BLOCK + first : BLOCK + first + len(upper)])
-
-
-@functools.cache
-def _block_factors() -> torch.Tensor:
-    return torch.from_numpy(table()[:BLOCK])

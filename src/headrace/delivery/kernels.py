@@ -192,7 +192,6 @@ def _copy(runs: torch.Tensor) -> None:
 
 
 def _in_words(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Return whether the kernel can copy this pair."""
     return (
         target.dtype == source.dtype
         and target.nbytes % 4 == 0

@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import increment_version
@@ -22,44 +21,15 @@ from headrace.errors import DeliveryError
 if TYPE_CHECKING:
     from headrace.delivery.kernels import DeviceDigest
 
-PREPARED = 8
-"""The number of prepared digests that are kept: of the live weights, and of the few places of staged weights."""
 SPIN_SECONDS = 1e-4
 """A wait polls without sleeping for this long, because a sleep takes longer than work that is almost done."""
 GPU_SECONDS = 120.0
 """How long a copy or a digest may take on a GPU before the delivery fails."""
 KEPT = 8
-"""The number of recordings that are kept: one for each of the few places that new weights are copied from or to."""
+"""The number of recordings and of prepared digests that are kept: one for each of the few places of weights."""
 
 _Tensors = Mapping[str, torch.Tensor]
 _Key = tuple[int, tuple[int, ...], tuple[int, ...]]
-
-
-@dataclass(frozen=True, eq=False)
-class DeviceCheck:
-    """A digest of live weights that a GPU computes beside other work."""
-
-    stream: torch.cuda.Stream
-    result: torch.Tensor
-    digested: torch.cuda.Event
-    copy_began: torch.cuda.Event
-    copy_ended: torch.cuda.Event
-
-    def ready(self) -> bool:
-        """Return whether the digest is done."""
-        return _done(self.digested)
-
-    def digest(self) -> int:
-        """Return the digest of the live weights; waits for it, and raises `DeliveryError` after `GPU_SECONDS`."""
-        from headrace.delivery.kernels import DeviceDigest
-
-        _wait(self.digested, "the digest of the live weights")
-        with torch.cuda.stream(self.stream):
-            return DeviceDigest.value(self.result)
-
-    def seconds(self) -> float:
-        """Return how long the engine's stream was busy with the installation. Call it after `digest`."""
-        return float(self.copy_began.elapsed_time(self.copy_ended)) / 1000
 
 
 class DeviceSide:
@@ -86,21 +56,21 @@ class DeviceSide:
         """Wait for all work on the staging stream; raises `DeliveryError` after `GPU_SECONDS`."""
         _wait(self._stage.record_event(), "staging")
 
-    def begin_digest(self, plan: PackingPlan, weights: _Tensors) -> Callable[[], int]:
-        """Begin the digest of the staged weights; the returned function waits for its value."""
-        prepared = self._prepare(plan, weights)
-        launched = prepared.launch()
-        return lambda: prepared.value(launched)
-
     def foresee(self, plan: PackingPlan, live: _Tensors, place: _Tensors) -> None:
         """Prepare the digest and the copy of later versions, which will be staged in this place."""
         self._prepare(plan, place)
         self._copies.prepare(plan.digest, live, place)
 
-    def prepare_install(self, plan: PackingPlan, live: _Tensors, staged: _Tensors) -> None:
-        """Prepare the copy and the live digest of `install` in advance, so that decoding does not wait for that."""
+    def digest_staged(self, plan: PackingPlan, live: _Tensors, staged: _Tensors) -> int:
+        """Return the digest of the staged weights, after waiting for it.
+
+        Meanwhile prepare the copy and the live digest of `install`, so that decoding does not wait for that.
+        """
+        prepared = self._prepare(plan, staged)
+        launched = prepared.launch()
         self._copies.prepare(plan.digest, live, staged)
         self._live = self._prepare(plan, live)
+        return prepared.value(launched)
 
     def install(
         self,
@@ -109,11 +79,15 @@ class DeviceSide:
         staged: _Tensors,
         buffer: torch.Tensor | None,
         installed: Callable[[], None] | None,
-    ) -> DeviceCheck:
+    ) -> tuple[Callable[[], bool], Callable[[], int], Callable[[], float]]:
         """Copy the staged weights over the live weights on the current stream, then begin the live digest.
 
         `buffer` is the staging buffer, if the receiver has one. `installed` is called after the copy was enqueued.
+        The returned functions are the last three fields of `receiver.Installed`. The second raises `DeliveryError` if
+        the digest takes longer than `GPU_SECONDS`.
         """
+        live_digest = self._live
+        assert live_digest is not None
         stream = torch.cuda.current_stream(self._stage.device)
         began, ended = _timed_event(), _timed_event()
         began.record(stream)
@@ -126,9 +100,15 @@ class DeviceSide:
         ended.record(stream)
         self._digest.wait_event(ended)
         with torch.cuda.stream(self._digest):
-            assert self._live is not None
-            result = self._live.launch()
-            return DeviceCheck(self._digest, result, self._digest.record_event(), began, ended)
+            result = live_digest.launch()
+            digested = self._digest.record_event()
+
+        def value() -> int:
+            _wait(digested, "the digest of the live weights")
+            with torch.cuda.stream(self._digest):
+                return live_digest.value(result)
+
+        return lambda: _done(digested), value, lambda: float(began.elapsed_time(ended)) / 1000
 
     def close(self) -> None:
         """Release the tensors. Idempotent."""
@@ -142,7 +122,7 @@ class DeviceSide:
 
         key = (plan.digest, tuple([tensor.data_ptr() for tensor in weights.values()]))
         if key not in self._prepared:
-            if len(self._prepared) >= PREPARED:
+            if len(self._prepared) >= KEPT:
                 del self._prepared[next(iter(self._prepared))]
             dtypes = {entry.name: dtype_of(entry.dtype) for entry in plan.entries}
             self._prepared[key] = DeviceDigest(weights, dtypes)
@@ -170,12 +150,6 @@ def _wait(event: torch.cuda.Event, what: str) -> None:
         time.sleep(0.0 if waited < SPIN_SECONDS else 0.0002)
 
 
-class _Recorded(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    runs: torch.Tensor
-    """The table that the graph reads; it must live as long as the graph."""
-
-
 class DeviceCopies:
     """Copies between tensors of one GPU, recorded once as a CUDA graph and then replayed with one launch.
 
@@ -188,7 +162,8 @@ class DeviceCopies:
         self._device = device
         # Recordings are made on a separate stream, so that no other work becomes part of them.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._recorded: dict[_Key, _Recorded] = {}
+        self._recorded: dict[_Key, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        """Recordings, each with the table that it reads, which must live as long as the recording."""
         self._next: tuple[_Tensors, _Tensors, torch.cuda.CUDAGraph] | None = None
 
     def copy(self, plan: int, targets: _Tensors, sources: _Tensors) -> None:
@@ -229,9 +204,9 @@ class DeviceCopies:
             if len(self._recorded) >= KEPT:
                 del self._recorded[next(iter(self._recorded))]
             self._recorded[key] = self._record(targets, sources)
-        return self._recorded[key].graph
+        return self._recorded[key][0]
 
-    def _record(self, targets: _Tensors, sources: _Tensors) -> _Recorded:
+    def _record(self, targets: _Tensors, sources: _Tensors) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         # Imported here, because Triton is needed only with a GPU.
         from headrace.delivery.kernels import DeviceCopy
 
@@ -244,7 +219,7 @@ class DeviceCopies:
             finally:
                 graph.capture_end()
         # Keep only the table. The `DeviceCopy` would keep the tensors alive for as long as the recording.
-        return _Recorded(graph, copy.runs)
+        return graph, copy.runs
 
 
 def _addresses(names: _Tensors, tensors: _Tensors) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ without agreeing on an order, and two plans with the same digest describe the sa
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,12 +31,6 @@ class PackingPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_plan(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> PackingPlan:
     """Make the plan of these (name, dtype, shape) in any order; raises `DeliveryError` if a name occurs twice."""
-    return _make_plan(tuple((name, dtype, tuple(shape)) for name, dtype, shape in tensors))
-
-
-@functools.lru_cache(maxsize=8)
-def _make_plan(tensors: tuple[tuple[str, str, tuple[int, ...]], ...]) -> PackingPlan:
-    """Make the plan. It is cached, because a model has hundreds of tensors and all versions have the same plan."""
     entries: list[Entry] = []
     end = 0
     for name, dtype, shape in sorted(tensors, key=lambda tensor: tensor[0]):
@@ -45,7 +38,7 @@ def _make_plan(tensors: tuple[tuple[str, str, tuple[int, ...]], ...]) -> Packing
             raise DeliveryError(f"two tensors are named {name}")
         offset = -(-end // ALIGNMENT) * ALIGNMENT
         nbytes = math.prod(shape) * dtype_of(dtype).itemsize
-        entries.append(Entry(name=name, dtype=dtype, shape=shape, offset=offset, nbytes=nbytes))
+        entries.append(Entry(name=name, dtype=dtype, shape=tuple(shape), offset=offset, nbytes=nbytes))
         end = offset + nbytes
     if not end:
         raise DeliveryError("there are no weights to deliver")

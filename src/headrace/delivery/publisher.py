@@ -187,7 +187,6 @@ class Publisher:
         self._acknowledged &= self._locations.keys()
 
     def _write_part(self, version: int, weights: Mapping[str, torch.Tensor], ranks: TrainerRanks) -> Part | None:
-        """Write the part that this rank owns; return None if it owns nothing."""
         tensors, regions = owned_shards(weights, ranks.coordinate)
         if not tensors:
             return None
@@ -310,9 +309,14 @@ class _Snapshots(PlacedSender):
         Engines load one version after the other, so a delta must start from the version that all of them hold. Returns
         `NO_VERSION` if the wait takes longer than `timeout` seconds.
         """
-        done = self._settled_before(version, timeout)
+        with self._released:
+            done = self._released.wait_for(
+                lambda: self._ended or all(holder >= version for holder, _ in self._holders.values()), timeout
+            )
+            if not done or self._ended:
+                return NO_VERSION
         with self._lock:
-            return self._acknowledged if done else NO_VERSION
+            return self._acknowledged
 
     def acknowledged(self, version: int) -> None:
         """Record that all engines hold this version or a newer one. Idempotent."""

@@ -89,7 +89,11 @@ class Receiver:
         self._plan: PackingPlan | None = None
         device = next((tensor.device for tensor in weights.values()), torch.device("cpu"))
         self._gpu = DeviceSide(device) if device.type == "cuda" else None
-        self._staging = _Staging(weights, device, self._gpu, keys)
+        self._device = device
+        self._keys = keys
+        self._sources: dict[str, Source] = {}
+        self._memory: Views | None = None
+        """The receiver's own memory for weights that cannot stay where they arrived; allocated when first needed."""
         self._proved = NO_VERSION
         self._quarantined = False
         self._staged: Staged | None = None
@@ -116,9 +120,21 @@ class Receiver:
         with self._alone("stage", manifest.version), torch.no_grad(), beside:
             self._staged = None
             self._check_order(manifest.version)
-            _check_base(manifest, proved=self._proved, quarantined=self._quarantined, base_digest=self._base_digest)
+            self._check_base(manifest)
             plan = self._plan = _agreed_plan(manifest, self._live, self._plan)
-            self._staged = self._staging.fetch(manifest, plan, on_arrival)
+            started = time.monotonic()
+            opened = self._source(manifest.transport)
+            try:
+                weights, shared, fetched = self._digested(manifest, plan, on_arrival)
+            except DeliveryError:
+                if not isinstance(opened, Relaying) or not opened.relayed:
+                    raise
+                # Another engine relayed the version and something was wrong, so this time it comes from the trainer.
+                weights, shared, fetched = self._digested(manifest, plan, on_arrival)
+            _check_casts(weights, self._live)
+            self._staged = Staged(manifest, weights, time.monotonic() - started, fetched - started, shared)
+            if isinstance(opened, Relaying) and not manifest.parts:
+                opened.share(manifest.location, manifest.version)
             return self._staged
 
     def install(self, staged: Staged) -> Installed:
@@ -142,7 +158,12 @@ class Receiver:
         self._installed = None
         found = installed.digest()
         error = canary_error(staged.manifest.canary, logprobs)
-        reason = _mismatch(staged, found, error, self._tolerance.of(staged.manifest.canary))
+        tolerance = self._tolerance.of(staged.manifest.canary)
+        reason = ""
+        if found != staged.manifest.digest:
+            reason = f"the live weights have digest {found:016x}, not {staged.manifest.digest:016x}"
+        elif error > tolerance:
+            reason = f"the canary is off by {error:.3g} (tolerance {tolerance:.3g})"
         self._quarantined = bool(reason)
         if not reason:
             self._proved = version
@@ -189,8 +210,10 @@ class Receiver:
 
     def close(self) -> None:
         """Close the transports and release the buffer. Idempotent."""
-        self._staging.close()
-        self._staged = self._installed = None
+        for opened in self._sources.values():
+            opened.close()
+        self._sources.clear()
+        self._memory = self._staged = self._installed = None
         if self._gpu:
             self._gpu.close()
 
@@ -208,21 +231,39 @@ class Receiver:
         if version <= self._proved:
             raise DeliveryError(f"version {version} is out of order: version {self._proved} is live")
 
+    def _check_base(self, manifest: Manifest) -> None:
+        """Raise unless the version is of the kind that this engine takes, and was made for the weights that it has.
+
+        A delta to another version raises `WrongBase`; everything else raises a plain `DeliveryError`.
+        """
+        version, base_digest = manifest.version, self._base_digest
+        if (manifest.kind == "adapter") != (base_digest is not None):
+            wanted = "all weights, not an adapter" if base_digest is None else "an adapter"
+            raise DeliveryError(f"version {version} is of kind {manifest.kind}, but this engine takes {wanted}")
+        if manifest.kind == "adapter" and manifest.base_digest != base_digest:
+            raise DeliveryError(
+                f"version {version} is an adapter to weights with digest {manifest.base_digest:016x}, but this engine's"
+                f" have {base_digest:016x}"
+            )
+        if manifest.kind == "delta" and (self._quarantined or self._proved != manifest.base):
+            held = "unproved weights" if self._quarantined else f"version {self._proved}"
+            raise WrongBase(f"version {version} is a change to version {manifest.base}, but this engine has {held}")
+
     def _install(self, staged: Staged) -> Installed:
         if staged is not self._staged:
             raise DeliveryError(f"version {staged.manifest.version} is no longer staged")
         # Checked again, because since staging a newer version may have been proved or the place overwritten.
         self._check_order(staged.manifest.version)
         if staged.shared:
-            self._staging.verify(staged.manifest)
+            self._source(staged.manifest.transport).verify(staged.manifest.location, staged.manifest.version)
         started = time.monotonic()
         self._staged = self._installed = None
         self._quarantined = True
         if self._gpu:
             assert self._plan is not None
-            buffer = self._staging.memory.packed if self._staging.memory else None
-            check = self._gpu.install(self._plan, self._live, staged.weights, buffer, self._after_copy)
-            self._installed = Installed(staged, check.ready, check.digest, check.seconds)
+            buffer = self._memory.packed if self._memory else None
+            checks = self._gpu.install(self._plan, self._live, staged.weights, buffer, self._after_copy)
+            self._installed = Installed(staged, *checks)
         else:
             copy_all(self._live, staged.weights)
             if self._after_copy:
@@ -232,60 +273,6 @@ class Receiver:
             # The engine does nothing else until the proof, so it is stopped until then.
             self._installed = Installed(staged, lambda: True, lambda: found, lambda: time.monotonic() - started)
         return self._installed
-
-
-def _mismatch(staged: Staged, found: int, error: float, tolerance: float) -> str:
-    if found != staged.manifest.digest:
-        return f"the live weights have digest {found:016x}, not {staged.manifest.digest:016x}"
-    if error > tolerance:
-        return f"the canary is off by {error:.3g} (tolerance {tolerance:.3g})"
-    return ""
-
-
-class _Staging:
-    """The sources of one receiver, and the buffer that they fill. Used by one thread at a time."""
-
-    def __init__(
-        self, live: Mapping[str, torch.Tensor], device: torch.device, gpu: DeviceSide | None, keys: Path | None
-    ) -> None:
-        self._live = live
-        self._device = device
-        self._gpu = gpu
-        self._keys = keys
-        self._sources: dict[str, Source] = {}
-        self.memory: Views | None = None
-        """The receiver's own memory for weights that cannot stay where they arrived; allocated when first needed."""
-
-    def fetch(self, manifest: Manifest, plan: PackingPlan, on_arrival: Callable[[], None]) -> Staged:
-        """Fetch this version, check its digest, and offer it to other engines if the transport relays.
-
-        `on_arrival` is called when only the digest is left to compute.
-        """
-        started = time.monotonic()
-        opened = self._source(manifest.transport)
-        try:
-            weights, shared, fetched = self._digested(manifest, plan, on_arrival)
-        except DeliveryError:
-            if not isinstance(opened, Relaying) or not opened.relayed:
-                raise
-            # Another engine relayed the version and something was wrong, so this time it comes from the trainer.
-            weights, shared, fetched = self._digested(manifest, plan, on_arrival)
-        _check_casts(weights, self._live)
-        staged = Staged(manifest, weights, time.monotonic() - started, fetched - started, shared)
-        if isinstance(opened, Relaying) and not manifest.parts:
-            opened.share(manifest.location, manifest.version)
-        return staged
-
-    def verify(self, manifest: Manifest) -> None:
-        """Raise `DeliveryError` unless the location still holds this version."""
-        self._source(manifest.transport).verify(manifest.location, manifest.version)
-
-    def close(self) -> None:
-        """Close the transports and release the memory. Idempotent."""
-        for opened in self._sources.values():
-            opened.close()
-        self._sources.clear()
-        self.memory = None
 
     def _digested(
         self, manifest: Manifest, plan: PackingPlan, on_arrival: Callable[[], None]
@@ -300,10 +287,7 @@ class _Staging:
             fetched = time.monotonic()
             on_arrival()
             if self._gpu:
-                take_digest = self._gpu.begin_digest(plan, weights)
-                # Meanwhile the GPU computes the digest.
-                self._gpu.prepare_install(plan, self._live, weights)
-                found = take_digest()
+                found = self._gpu.digest_staged(plan, self._live, weights)
             else:
                 found = growing.value() if growing.begun else digest(weights.items())
         if found != manifest.digest:
@@ -321,9 +305,12 @@ class _Staging:
         self, manifest: Manifest, plan: PackingPlan, growing: GrowingDigest
     ) -> tuple[dict[str, torch.Tensor], bool]:
         """Return weights that can be copied from directly, and whether they are in the trainer's memory."""
-        if manifest.parts:
-            return self._composed(manifest, plan), False
         opened = self._source(manifest.transport)
+        if manifest.parts:
+            weights = self._own(plan)
+            fetch_parts(opened, manifest, weights)
+            self._finish_staging()
+            return weights, False
         if isinstance(opened, Growing) and not self._gpu:
             published = opened.open_growing(manifest.location, manifest.version, plan.entries, growing.grown)
         else:
@@ -336,40 +323,31 @@ class _Staging:
         weights = published if here else self._own(plan)
         if not here:
             copy_all(weights, published, non_blocking=True)
-            self._finish()
+            self._finish_staging()
         opened.verify(manifest.location, manifest.version)
         return weights, here and not opened.private
 
-    def _composed(self, manifest: Manifest, plan: PackingPlan) -> dict[str, torch.Tensor]:
-        """Assemble the weights from the parts that the ranks of a trainer published."""
-        weights = self._own(plan)
-        fetch_parts(self._source(manifest.transport), manifest, weights)
-        self._finish()
-        return weights
-
     def _patched(self, manifest: Manifest, plan: PackingPlan) -> dict[str, torch.Tensor]:
-        """Apply a delta to a copy of the live weights."""
         if not manifest.payload or len(manifest.payload) != 1:
             raise DeliveryError(f"version {manifest.version} is a change without its one payload")
         opened = self._source(manifest.transport)
         published = opened.open(manifest.location, manifest.version, manifest.payload)
         weights = self._own(plan)
-        assert self.memory is not None
-        pack(self.memory.packed, plan.entries, self._live)
-        apply(published[manifest.payload[0].name], self.memory.packed[: plan.nbytes])
+        assert self._memory is not None
+        pack(self._memory.packed, plan.entries, self._live)
+        apply(published[manifest.payload[0].name], self._memory.packed[: plan.nbytes])
         opened.verify(manifest.location, manifest.version)
-        self._finish()
+        self._finish_staging()
         return weights
 
-    def _finish(self) -> None:
+    def _finish_staging(self) -> None:
         if self._gpu:
             self._gpu.finish_staging()
 
     def _own(self, plan: PackingPlan) -> dict[str, torch.Tensor]:
-        """Return views of the receiver's own memory for all weights of this plan."""
-        if self.memory is None or len(self.memory.packed) < plan.nbytes:
-            self.memory = Views(torch.empty(plan.nbytes, dtype=torch.uint8, device=self._device))
-        return self.memory.of(plan.entries)
+        if self._memory is None or len(self._memory.packed) < plan.nbytes:
+            self._memory = Views(torch.empty(plan.nbytes, dtype=torch.uint8, device=self._device))
+        return self._memory.of(plan.entries)
 
 
 def _agreed_plan(manifest: Manifest, live: Mapping[str, torch.Tensor], known: PackingPlan | None) -> PackingPlan:
@@ -395,27 +373,6 @@ def _agreed_plan(manifest: Manifest, live: Mapping[str, torch.Tensor], known: Pa
     if not plan.digest == manifest.plan_digest == plan_digest(manifest.entries):
         raise DeliveryError(f"version {manifest.version} is packed by another plan than this engine's")
     return plan
-
-
-def _check_base(manifest: Manifest, *, proved: int, quarantined: bool, base_digest: int | None) -> None:
-    """Raise unless the version is of the kind that this engine takes, and was made for the weights that it has.
-
-    `proved` is the last version that was proved on this engine. In quarantine the live weights are not proved to be any
-    version. `base_digest` is the digest of the weights under the adapter, or None if the engine takes no adapters. A
-    delta to another version raises `WrongBase`; everything else raises a plain `DeliveryError`.
-    """
-    version = manifest.version
-    if (manifest.kind == "adapter") != (base_digest is not None):
-        wanted = "all weights, not an adapter" if base_digest is None else "an adapter"
-        raise DeliveryError(f"version {version} is of kind {manifest.kind}, but this engine takes {wanted}")
-    if manifest.kind == "adapter" and manifest.base_digest != base_digest:
-        raise DeliveryError(
-            f"version {version} is an adapter to weights with digest {manifest.base_digest:016x}, but this engine's"
-            f" have {base_digest:016x}"
-        )
-    if manifest.kind == "delta" and (quarantined or proved != manifest.base):
-        held = "unproved weights" if quarantined else f"version {proved}"
-        raise WrongBase(f"version {version} is a change to version {manifest.base}, but this engine has {held}")
 
 
 def _check_casts(weights: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]) -> None:

@@ -1,5 +1,6 @@
 import itertools
 import threading
+from collections import defaultdict
 
 import pytest
 import torch
@@ -64,18 +65,16 @@ def test_one_thread_leaves_it_to_torch(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_each_piece_is_taken_once_by_several_threads():
-    together, taken = threading.Barrier(3, timeout=30), []
+    together, taken = threading.Barrier(3, timeout=30), defaultdict(list)
 
-    def work(pieces):
-        mine = []
-        for piece in pieces:
-            if not mine:
-                together.wait()
-            mine.append(piece)
-        taken.append(mine)
+    def work(piece):
+        mine = taken[threading.get_ident()]
+        mine.append(piece)
+        if len(mine) == 1:
+            together.wait()
 
     share(work, list(range(50)), 3, "test")
-    assert len(taken) == 3 and sorted(itertools.chain(*taken)) == list(range(50))
+    assert len(taken) == 3 and sorted(itertools.chain(*taken.values())) == list(range(50))
 
 
 @pytest.mark.parametrize("where", ["caller", "other"])
@@ -83,11 +82,10 @@ def test_what_a_thread_raises_is_raised(where: str):
     caller = threading.current_thread()
     first = threading.Barrier(2, timeout=30)
 
-    def work(pieces):
-        next(pieces)
+    def work(piece):
         first.wait()
         if (threading.current_thread() is caller) == (where == "caller"):
             raise DeliveryError("no more")
 
     with pytest.raises(DeliveryError, match="no more"):
-        share(work, [1, 2, 3, 4], 2, "test")
+        share(work, [1, 2], 2, "test")

@@ -280,13 +280,7 @@ def test_lies_are_named():
 
 def test_what_is_no_snapshot_is_refused():
     flat_bytes = torch.zeros(8, dtype=torch.uint8)
-    for base, new, word_bytes in [
-        (flat_bytes, torch.zeros(9, dtype=torch.uint8), 2),
-        (flat_bytes.float(), flat_bytes.float(), 2),
-        (flat_bytes.view(2, 4), flat_bytes.view(2, 4), 2),
-        (flat_bytes, flat_bytes, 3),
-    ]:
-        with pytest.raises(DeliveryError):
-            delta.encode(base, new, word_bytes)
+    with pytest.raises(DeliveryError, match="snapshots of 8 and 9 bytes"):
+        delta.encode(flat_bytes, torch.zeros(9, dtype=torch.uint8), 2)
     with pytest.raises(DeliveryError, match="a delta is bytes"):
         delta.apply(torch.zeros(64), flat_bytes)

@@ -2,7 +2,8 @@ import hashlib
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from headrace.delivery.digest import digest, digest_of_sums
 from headrace.delivery.digest_sums import BLOCK, HEAD, DigestPiece, Sums, region_block_sums, table
 
 Numbered = tuple[int, DigestPiece]
-Work = Callable[[Iterator[Numbered]], None]
+Work = Callable[[Numbered], None]
 
 DTYPES = [
     torch.float32,
@@ -157,28 +158,22 @@ def test_threads_share_the_words_and_change_nothing(monkeypatch: pytest.MonkeyPa
     alone = digest(weights.items(), threads=1)
     assert alone == sum(reference(name, tensor) for name, tensor in weights.items()) % 2**64
     together = threading.Barrier(3, timeout=30)
-    taken: list[list[int]] = []
+    taken: defaultdict[int, list[int]] = defaultdict(list)
 
     def watched(work: Work, pieces: list[Numbered], threads: int, name: str) -> None:
-        def noting(shared: Iterator[Numbered]) -> None:
-            mine: list[int] = []
-
-            def noted() -> Iterator[Numbered]:
-                for number, piece in shared:
-                    if not mine:
-                        together.wait()  # every thread has some
-                    mine.extend(piece.places)
-                    yield number, piece
-
-            work(noted())
-            taken.append(mine)
+        def noting(numbered: Numbered) -> None:
+            mine = taken[threading.get_ident()]
+            if not mine:
+                together.wait()  # every thread has some
+            mine.extend(numbered[1].places)
+            work(numbered)
 
         share(noting, pieces, threads, name)
 
     monkeypatch.setattr(digest_module, "share", watched)
     assert digest(weights.items(), threads=3) == alone
-    assert len(taken) == 3 and all(taken)
-    assert sorted(itertools.chain(*taken)) == list(range(33 + 2)), "each sum once"
+    assert len(taken) == 3 and all(taken.values())
+    assert sorted(itertools.chain(*taken.values())) == list(range(33 + 2)), "each sum once"
 
 
 def test_a_digest_takes_the_cores_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch):

@@ -269,14 +269,6 @@ class PlacedSender(ABC):
         if not self._holds(location):
             raise DeliveryError(f"{self._noun} {location} holds nothing")
 
-    def _settled_before(self, version: int, timeout: float) -> bool:
-        """Wait until no version before this one holds a place; return False if that takes longer than `timeout`."""
-        with self._released:
-            done = self._released.wait_for(
-                lambda: self._ended or all(holder >= version for holder, _ in self._holders.values()), timeout
-            )
-            return done and not self._ended
-
     def _has_room(self) -> bool:
         return self._ended or len(self._holders) < LIMIT
 

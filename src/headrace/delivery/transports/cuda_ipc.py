@@ -226,7 +226,6 @@ class CudaIpcSender(PlacedSender):
         self._outgrown.clear()
 
     def _fill(self, location: str, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> None:
-        """Enqueue the copy on the current stream."""
         place = self._held[location]
         place.segment.begin(version)
         with torch.cuda.device(self._device), torch.no_grad():
@@ -256,8 +255,6 @@ class CudaIpcSender(PlacedSender):
 
 
 class _Mapped(MappedSegment):
-    """A buffer of the trainer, mapped into this process, with its segment."""
-
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         opened = False

@@ -35,7 +35,6 @@ from headrace.delivery.transports.nccl_group import (
     NcclSource,
     ProgressWatch,
     connect,
-    encoded,
     exact,
     first_line,
     key,
@@ -48,7 +47,6 @@ from headrace.errors import ConfigError, DeliveryError
 
 HOST = "127.0.0.1"
 """The address to listen on. Broadcasts are neither encrypted nor authenticated, so they never leave this host."""
-_IDLE_SECONDS = 0.1
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +77,6 @@ class _Snapshot:
 
 
 class _Pending(msgspec.Struct):
-    """A request that waits for its broadcast."""
-
     number: int
     ask: BroadcastRequest
     since: float
@@ -183,7 +179,7 @@ class NcclSender(PlacedSender):
     def _hold(self, place: int, held: HeldVersion) -> None:
         self._snapshots[place].held = held
         if self._store is not None:
-            self._store.set(key("held", place), encoded(held))
+            self._store.set(key("held", place), msgspec.json.encode(held).decode())
 
     def _serve(self) -> None:
         while self._armed():
@@ -200,11 +196,8 @@ class NcclSender(PlacedSender):
     def _armed(self) -> bool:
         """Wait until there is a version that engines may request; return False if the transport is closed."""
         with self._changed:
-            while not self._ended:
-                if any(snapshot.held.whole for snapshot in self._snapshots):
-                    return True
-                self._changed.wait(_IDLE_SECONDS)
-            return False
+            self._changed.wait_for(lambda: self._ended or any(snapshot.held.whole for snapshot in self._snapshots))
+            return not self._ended
 
     def _serve_due(self) -> bool:
         """Read new requests and serve those that are due; return False if none are due.
@@ -295,7 +288,7 @@ class NcclSender(PlacedSender):
         return "" if held.whole else f"version {ask.version} was released"
 
     def _answer(self, number: int, answer: BroadcastReply) -> None:
-        self._line.set(key("answer", number), encoded(answer))
+        self._line.set(key("answer", number), msgspec.json.encode(answer).decode())
 
     def _drop_group(self) -> None:
         if self._group is not None:

@@ -303,11 +303,6 @@ def on_device(device: torch.device, stream: torch.cuda.Stream | None) -> Iterato
         yield
 
 
-def encoded(message: msgspec.Struct) -> str:
-    """Return a message as it is kept in the store."""
-    return msgspec.json.encode(message).decode()
-
-
 def first_line(error: Exception) -> str:
     """Return the reason of an error; libraries add a stack after it."""
     return str(error).partition("\n")[0]
@@ -392,7 +387,7 @@ class NcclSource:
 
     def _invited(self, line: TCPStore, ask: BroadcastRequest) -> BroadcastReply:
         number = line.add(key("asks"), 1)
-        line.set(key("ask", number), encoded(ask))
+        line.set(key("ask", number), msgspec.json.encode(ask).decode())
         # Twice the patience, because the sender may be busy with a broadcast that fails.
         said = self._await(line, key("answer", number), 2 * self._patience)
         line.delete_key(key("answer", number))

@@ -61,9 +61,14 @@ class SharedSegment:
     def create(cls, run_id: str, nbytes: int) -> SharedSegment:
         """Create a segment of this process in the first directory that has room for it."""
         reasons = []
+        marked = re.sub(r"[^A-Za-z0-9_.-]", "_", run_id)[:64] or "run"
         for directory in segment_directories():
             try:
-                segment = cls._create_in(directory, run_id, nbytes)
+                segment = None
+                while segment is None:
+                    # A name that exists was left by a dead process with the same pid; a sweep will remove it.
+                    with contextlib.suppress(FileExistsError):
+                        segment = cls(directory / f"headrace-{marked}-{os.getpid()}-{next(_numbers)}", nbytes)
             except OSError as error:
                 reasons.append(f"{directory}: {error.strerror}")
                 continue
@@ -71,14 +76,6 @@ class SharedSegment:
                 logger.warning("weights are published in %s, which may be a disk (%s)", directory, reasons[0])
             return segment
         raise DeliveryError(f"no room to publish {nbytes / 2**20:.0f} MiB of weights ({'; '.join(reasons)})")
-
-    @classmethod
-    def _create_in(cls, directory: Path, run_id: str, nbytes: int) -> SharedSegment:
-        marked = re.sub(r"[^A-Za-z0-9_.-]", "_", run_id)[:64] or "run"
-        while True:
-            # A name that exists was left by a dead process with the same pid; a sweep will remove it.
-            with contextlib.suppress(FileExistsError):
-                return cls(directory / f"headrace-{marked}-{os.getpid()}-{next(_numbers)}", nbytes)
 
     def begin(self, version: int) -> None:
         """Mark the segment as incomplete, before this version is written."""

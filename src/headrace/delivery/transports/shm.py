@@ -61,8 +61,6 @@ class ShmSender(PlacedSender):
 
 
 class _Mapped(MappedSegment):
-    """A segment of the trainer, and views of its tensors."""
-
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.views = Views(_payload(self.buffer))

@@ -334,6 +334,5 @@ def _errors() -> tuple[type[Exception], ...]:
 
 
 def _line(error: BaseException) -> str:
-    """Return the reason of an error in one line."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(reason.split()) or type(error).__name__

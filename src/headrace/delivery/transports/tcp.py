@@ -44,8 +44,6 @@ Grown = Callable[[Mapping[str, torch.Tensor], int], None]
 
 
 class _Fetch:
-    """The progress of fetching one version into memory."""
-
     def __init__(self, location: str, version: int, memory: memoryview) -> None:
         self.key = (location, version, len(memory))
         self.trainer = parse_location(location)
@@ -226,7 +224,6 @@ class TcpSource:
             grown(fetch.missing[0] if fetch.missing else nbytes)
 
     def _told(self, fetch: _Fetch, *, engine: str = "", lost: str = "") -> ReadReply:
-        """Send a request without bytes to the trainer and return its reply."""
         line = self._connected(fetch.trainer)
         for _ in range(RESUMES):
             self._ticket += 1

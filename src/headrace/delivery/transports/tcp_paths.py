@@ -20,6 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -331,7 +332,9 @@ class _CurveServer(ByteServer):
         # server's public key.
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(_ZAP_DOMAIN, _OnlyTheRun(keys.client_public))
+        client = keys.client_public.encode()
+        only_the_run = SimpleNamespace(callback=lambda domain, key: key == client)
+        self._authenticator.configure_curve_callback(_ZAP_DOMAIN, only_the_run)
         router.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN.encode())
         router.setsockopt(zmq.CURVE_SERVER, 1)
         router.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret.encode())
@@ -404,13 +407,3 @@ class _CurveConnection(Connection):
         self._monitor.close()
         self._socket.close()
         self._context.destroy(linger=0)
-
-
-class _OnlyTheRun:
-    """Tells the authenticator which clients may connect: only those with the client key of the run."""
-
-    def __init__(self, public: str) -> None:
-        self._public = public.encode()
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._public
