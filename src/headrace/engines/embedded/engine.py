@@ -39,7 +39,7 @@ _TURN_SECONDS = 1e-3
 
 
 class EngineLoop:
-    """An `EngineServer` around a core, which it runs in the thread that calls `run`.
+    """A loop around a core, which it runs in the thread that calls `run`.
 
     The loop waits for a command or for work. All methods except `run` may be called from any thread.
     """
@@ -162,7 +162,6 @@ class EngineLoop:
         self._wait(_WAKE_SECONDS)
 
     def _wait(self, seconds: float) -> None:
-        """Wait for a command or `stop`, at most for this many seconds."""
         spans = self._core.spans
         with spans.span("wait", busy=False) if spans is not None else nullcontext(), self._changed:
             self._changed.wait_for(lambda: self._commands or self._stopping, timeout=seconds)
