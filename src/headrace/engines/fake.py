@@ -357,17 +357,14 @@ class _Sequence:
 
     @property
     def sampled(self) -> int:
-        """The number of tokens sampled so far."""
         return len(self.tokens)
 
     @property
     def position(self) -> int:
-        """The index of the next token in the sequence."""
         return len(self.request.token_ids) + self.sampled
 
 
 def _ends(request: Request) -> list[int]:
-    """Return the stop tokens that the request may draw."""
     return [token for token in request.sampling.stop_token_ids if token not in request.sampling.forbidden]
 
 

@@ -24,10 +24,9 @@ from headrace.engines.base import Delta, Request, Sampling
 from headrace.engines.embedded.base import Runner
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.kv_cache import BlockPool
-from headrace.engines.embedded.sampler import uniforms
 from headrace.engines.embedded.sequence import Sequence
 from headrace.engines.embedded.setup import MakeRunner, make_host_runner
-from headrace.engines.requests import fork_requests
+from headrace.engines.requests import fork_requests, uniforms
 from headrace.models.attention import ATTENTION
 from headrace.models.loading import named_weights
 
@@ -255,7 +254,7 @@ class Schedule:
         held.update(scheduler.kept_blocks())
         assert all(pool.references(block) == held[block] for block in range(pool.total))
         assert pool.free + len(held) == pool.total
-        assert sorted([*pool.free_blocks(), *held]) == list(range(pool.total)), "a block is lost or twice free"
+        assert sorted([*pool._free, *pool._idle, *held]) == list(range(pool.total)), "a block is lost or twice free"
         open_ids = {w.request.id for w in self.open()}
         queued = [s.id for s in [*scheduler.running, *scheduler.waiting]]
         assert sorted(queued) == sorted(self.core.sequences) and set(queued) <= open_ids

@@ -406,7 +406,6 @@ def _piece(choice: _Choice) -> AnswerPiece:
 
 
 def _reason(body: bytes) -> str:
-    """Return the server's description of an error in one line."""
     try:
         answer = msgspec.json.decode(body)
     except msgspec.DecodeError:

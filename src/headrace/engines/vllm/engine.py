@@ -244,7 +244,6 @@ class VllmEngine(StreamedEngine):
         task.add_done_callback(self._aborts.discard)
 
     def _pump(self) -> None:
-        """Start the waiting requests that may run now."""
         while self._waiting and len(self._running) < self._slots and self._may_run(self._waiting[0]):
             sequence = heapq.heappop(self._waiting)
             sequence.cut = ""
@@ -293,7 +292,6 @@ class VllmEngine(StreamedEngine):
         self._pump()
 
     async def _stream(self, sequence: VllmSequence) -> None:
-        """Hand out the tokens of a stream."""
         if sequence.failures:
             await asyncio.sleep(BACKOFF_SECONDS * 2**sequence.failures)
         version = self.version
@@ -363,7 +361,6 @@ class VllmEngine(StreamedEngine):
             raise DeadlineError(f"{len(open_tasks)} streams of {self.name} did not close in {self._deadline:g} s")
 
     def _finish(self, sequence: VllmSequence, finish: FinishReason, error: str = "") -> None:
-        """Hand out a last delta without tokens."""
         sequence.finished = True
         self.deliver([token_delta(sequence.request.id, [], [], NO_VERSION, finish, error)])
 
