@@ -277,10 +277,7 @@ class EmbeddedEngine(StreamedEngine):
     """An `Engine` in this process. It must be made inside a running event loop, and used from that event loop only."""
 
     def __init__(self, core: EngineCore, config: EngineConfig, *, deadline: float = 120.0) -> None:
-        """Start the thread of the engine. `deadline` limits every wait for the thread, in seconds.
-
-        The deltas of a request have no deadline.
-        """
+        """Start the thread of the engine. `deadline` limits every wait for the thread, in seconds."""
         # An engine without proved weights may be silent for any time, so a delta has no deadline.
         super().__init__(core.name)
         self._deadline = deadline

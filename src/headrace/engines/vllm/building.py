@@ -164,7 +164,7 @@ def check_hosts(urls: list[str], transport: str) -> None:
 async def _hello(client: VllmClient) -> Facts:
     url = client.url
     try:
-        return (await client.hello())[0]
+        return (await client.rpc("headrace_hello", Facts))[0]
     except HttpError as error:
         if error.status in (401, 403):
             raise _wrong_key(url) from error

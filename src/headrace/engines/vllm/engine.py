@@ -116,10 +116,7 @@ class VllmEngine(StreamedEngine):
         spans: SpanRecorder | None = None,
         scaling: float | None = None,
     ) -> None:
-        """Drive the server behind `client`, whose facts `examine` has found. The engine closes the client.
-
-        `scaling` is the LoRA scaling of the delivered adapters; None if full weights are delivered.
-        """
+        """Drive the server behind `client`, whose facts `examine` has found. The engine closes the client."""
         super().__init__(name)
         self._client = client
         self._facts = facts
