@@ -100,7 +100,6 @@ def _round_as_the_trainer(model: Any, config: Config, lora: LoraConfig) -> None:
 
 def build(link: WorkerLink, config: Config) -> EngineLoop:
     """Load the model, check it, prepare the engine and report to the link that it is ready."""
-    link.phase = "loading"
     device = choose_device(config.engine.device)
     engine = config.engine
     shared = device == "cuda" and choose_device(config.training.device) == "cuda"
