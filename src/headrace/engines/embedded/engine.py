@@ -51,10 +51,7 @@ class EngineLoop:
         interrupt: Interrupt = "never",
         turns: EngineTurns | None = None,
     ) -> None:
-        """Prepare a loop around `core`.
-
-        With `turns`, the engine shares a GPU with a trainer and makes steps only in its own turn.
-        """
+        """Prepare a loop. With `turns`, the engine shares a GPU with a trainer and steps only in its own turn."""
         self._core = core
         self._turns = turns
         self._emit = emit
