@@ -44,10 +44,10 @@ async def test_servers_that_would_answer_wrongly(tmp_path: Path, tiny_model_dir:
         server = await start(tmp_path / str(number), tiny_model_dir, *arguments)
         try:
             assert line in await refused(attach(server.url, tiny_model_dir))
-            family = members(server._process.pid)
+            family = members(server.pid)
             assert len(family) >= 2
-            os.kill(server._process.pid, signal.SIGKILL)
-            await asyncio.to_thread(wait_until_gone, server._process.pid, family)
+            os.kill(server.pid, signal.SIGKILL)
+            await asyncio.to_thread(wait_until_gone, server.pid, family)
             assert "the vLLM server ended (killed by signal 9)" in await refused(server.ready(10))
         finally:
             await server.stop()

@@ -254,7 +254,7 @@ class Schedule:
         held.update(scheduler.kept_blocks())
         assert all(pool.references(block) == held[block] for block in range(pool.total))
         assert pool.free + len(held) == pool.total
-        assert sorted([*pool._free, *pool._idle, *held]) == list(range(pool.total)), "a block is lost or twice free"
+        assert sorted([*pool.free_blocks(), *held]) == list(range(pool.total)), "a block is lost or twice free"
         open_ids = {w.request.id for w in self.open()}
         queued = [s.id for s in [*scheduler.running, *scheduler.waiting]]
         assert sorted(queued) == sorted(self.core.sequences) and set(queued) <= open_ids

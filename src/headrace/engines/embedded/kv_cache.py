@@ -68,6 +68,10 @@ class BlockPool:
         """The number of blocks without references."""
         return len(self._free) + len(self._idle)
 
+    def free_blocks(self) -> list[int]:
+        """Return the blocks without references, each once."""
+        return [*self._free, *self._idle]
+
     def blocks_for(self, tokens: int) -> int:
         """Return the number of blocks that this many tokens need."""
         return -(-tokens // self.block_size)

@@ -186,6 +186,12 @@ class VllmServer:
             why = "" if code == -signal.SIGKILL else f": {last_word(self.log)}"
             raise UserError(f"the vLLM server ended ({how}){why} ({self.log})")
 
+    @property
+    def pid(self) -> int:
+        """The process id of the server's first process, which leads its process group."""
+        assert self._process is not None
+        return self._process.pid
+
     async def stop(self) -> None:
         """End the process and all processes that it started. Idempotent."""
         if self._process is None:
