@@ -71,10 +71,7 @@ class Pristine:
 
 
 class WorkerStaging:
-    """The staging of one worker, which holds at most one version.
-
-    `begin` starts a fetch, `state` returns its state, and `take` hands the tensors out.
-    """
+    """The staging of one worker, which holds at most one version."""
 
     def __init__(self, device: torch.device, pristine: Callable[[], Pristine]) -> None:
         """`pristine` opens the weights that adapters are added to; it is called when the first adapter arrives."""
@@ -84,7 +81,6 @@ class WorkerStaging:
         self._buffer: torch.Tensor | None = None
         self._weights: dict[str, torch.Tensor] = {}
         self._state = StagingState(version=-1, done=True)
-        self._thread: threading.Thread | None = None
 
     def begin(self, order: FetchOrder) -> None:
         """Start to fetch this version; a version that was staged earlier and not taken is discarded.
@@ -95,8 +91,7 @@ class WorkerStaging:
             raise DeliveryError(f"cannot stage version {order.version}: version {self._state.version} is under way")
         self._weights = {}
         self._state = StagingState(version=order.version)
-        self._thread = threading.Thread(target=self._fetch, args=(order,), name="headrace staging", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._fetch, args=(order,), name="headrace staging", daemon=True).start()
 
     def state(self) -> StagingState:
         """Return the state of the last fetch."""

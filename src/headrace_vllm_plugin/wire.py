@@ -13,7 +13,7 @@ from headrace.delivery.base import Entry
 
 BACKEND = "headrace"
 """The name of the weight-transfer engine."""
-PROTOCOL = 3
+PROTOCOL = 4
 """The version of these messages, increased with every change; both sides must have the same."""
 TRUNCATION = "headrace_truncation"
 """A key in the `extra_args` of a request. Its value is the `Truncation` that the plugin applies instead of vLLM."""
@@ -35,8 +35,6 @@ class Facts(msgspec.Struct, kw_only=True):
     slots: int
     blocks: int
     block_size: int
-    prefix_caching: bool
-    workers: int
     position_noise: bool
     """Whether a token's noise is a function of (seed, position)."""
     truncation: bool
@@ -68,19 +66,13 @@ class FetchOrder(msgspec.Struct, kw_only=True):
     """For an adapter: the digest of the weights that it is added to."""
 
 
-class Accepted(msgspec.Struct, kw_only=True):
-    """The answer to a fetch order: whether the fetch began."""
-
-    error: str = ""
-    """Why the fetch did not begin; empty if it did."""
-
-
 class StagingState(msgspec.Struct, kw_only=True):
     """The state of a fetch."""
 
     version: int
     done: bool = False
     error: str = ""
+    """Why the fetch did not begin or failed."""
     digest: int = 0
     seconds: float = 0.0
 

@@ -15,7 +15,7 @@ import vllm
 from headrace.errors import DeliveryError
 from headrace_vllm_plugin import register
 from headrace_vllm_plugin.noise import attach
-from headrace_vllm_plugin.wire import BACKEND, PROTOCOL, Accepted, Facts, FetchOrder
+from headrace_vllm_plugin.wire import BACKEND, PROTOCOL, Facts, FetchOrder, StagingState
 
 if TYPE_CHECKING:
     from headrace_vllm_plugin.transfer import HeadraceTransfer
@@ -48,23 +48,22 @@ class HeadraceWorker:
             slots=config.scheduler_config.max_num_seqs,
             blocks=config.cache_config.num_gpu_blocks or 0,
             block_size=config.cache_config.block_size,
-            prefix_caching=bool(config.cache_config.enable_prefix_caching),
-            workers=config.parallel_config.world_size,
             position_noise=self.use_v2_model_runner or attached,
             truncation=attached,
         )
         return _answer(facts)
 
     def headrace_stage(self, order: str) -> dict[str, Any]:
-        """Begin to fetch a version beside the live weights; return `Accepted`. `order` is a `FetchOrder` in JSON.
+        """Begin to fetch the version of a `FetchOrder` (in JSON) beside the live weights; return its `StagingState`.
 
         If the fetch cannot begin, the answer holds the reason. An exception would not bring its text to the driver.
         """
+        wanted = msgspec.json.decode(order, type=FetchOrder)
         try:
-            self.headrace_transfer().staging.begin(msgspec.json.decode(order, type=FetchOrder))
+            self.headrace_transfer().staging.begin(wanted)
         except DeliveryError as error:
-            return _answer(Accepted(error=str(error)))
-        return _answer(Accepted())
+            return _answer(StagingState(version=wanted.version, error=str(error)))
+        return _answer(StagingState(version=wanted.version))
 
     def headrace_staged(self) -> dict[str, Any]:
         """Return the state of the last fetch (`StagingState`)."""

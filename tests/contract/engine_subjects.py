@@ -26,13 +26,13 @@ from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports.shm import ShmSender
 from headrace.engines.base import Counters, Interrupt, Sampler
-from headrace.engines.embedded.building import build
+from headrace.engines.embedded.building import build, pass_messages
 from headrace.engines.embedded.engine import EmbeddedEngine, EngineLoop
 from headrace.engines.event_loop import EventLoopServer, Opened
 from headrace.engines.fake import FakeEngine
 from headrace.engines.fake_policy import FakePolicy
 from headrace.engines.pool import EnginePool
-from headrace.engines.serving import Build, Deltas, Emit, RemoteEngine, serve
+from headrace.engines.serving import Deltas, RemoteEngine
 from headrace.models.loading import named_weights
 from headrace.types import Float32Array, Int32Array
 
@@ -103,7 +103,8 @@ async def pool_of_fakes(setting: Setting) -> AsyncIterator[Subject]:
         total = {
             name: sum(getattr(one, name) for one in each) for name in Counters.__struct_fields__ if name != "version"
         }
-        return Counters(version=pool.version, **{**total, "waiting": total["waiting"] + pool.waiting})
+        served = [version for member in members if (version := pool.proved(member.name)) >= max(0, pool.floor)]
+        return Counters(version=min(served, default=-1), **{**total, "waiting": total["waiting"] + pool.waiting})
 
     try:
         yield Subject(pool, load, counters, _fake_publish(policy), _fake_reference(policy))
@@ -124,7 +125,7 @@ async def embedded(setting: Setting) -> AsyncIterator[Subject]:
 
 
 @asynccontextmanager
-async def over_the_wire(setting: Setting, build: Build) -> AsyncIterator[RemoteEngine]:
+async def over_the_wire(setting: Setting, serve: Callable[[WorkerLink, Config], None]) -> AsyncIterator[RemoteEngine]:
     """The engine role of a worker behind the real wire; its process is a thread here, to save a start for each test."""
     sockets = Path(tempfile.mkdtemp())
     engines: dict[str, RemoteEngine] = {}
@@ -148,7 +149,7 @@ async def over_the_wire(setting: Setting, build: Build) -> AsyncIterator[RemoteE
             "engine": {**engine_config, "max_length": MAX_LENGTH},
         }
     )
-    worker = threading.Thread(target=serve, args=(link, config, build))
+    worker = threading.Thread(target=serve, args=(link, config))
     worker.start()
     await asyncio.wait_for(ready.wait(), 30)
     engine = engines["engine-0"] = RemoteEngine(hub, "engine-0", load_deadline=20, token_deadline=20)
@@ -169,14 +170,16 @@ async def remote(setting: Setting) -> AsyncIterator[Subject]:
     loops: list[EngineLoop] = []
     built = threading.Event()
 
-    def build_loop(link: WorkerLink, config: Config, emit: Emit) -> EngineLoop:
-        loops.append(build(link, config, emit))
+    def serve_loop(link: WorkerLink, config: Config) -> None:
+        loop = build(link, config)
+        loops.append(loop)
         built.set()  # It has said before that it is ready.
-        return loops[0]
+        threading.Thread(target=pass_messages, args=(link, loop), daemon=True).start()
+        loop.run()
 
     trainer = TinyTrainer(setting.model_dir)
     try:
-        async with over_the_wire(setting, build_loop) as engine:
+        async with over_the_wire(setting, serve_loop) as engine:
             await asyncio.wait_for(asyncio.to_thread(built.wait, 20), 30)
             yield Subject(engine, engine.load, loops[0].counters, trainer.publish, trainer.reference)
     finally:
@@ -189,7 +192,7 @@ async def event_loop(setting: Setting) -> AsyncIterator[Subject]:
     policy = FakePolicy(VOCABULARY)
     engines: list[FakeEngine] = []
 
-    def build_server(link: WorkerLink, config: Config, emit: Emit) -> EventLoopServer:
+    def serve(link: WorkerLink, config: Config) -> None:
         @asynccontextmanager
         async def opened() -> AsyncIterator[Opened]:
             # Its tokens take time: tests must see what runs and what waits, from another thread.
@@ -200,9 +203,9 @@ async def event_loop(setting: Setting) -> AsyncIterator[Subject]:
             link.ready()
             yield Opened(made)
 
-        return EventLoopServer(link.name, opened, emit)
+        EventLoopServer(link, opened).run()
 
-    async with over_the_wire(setting, build_server) as engine:
+    async with over_the_wire(setting, serve) as engine:
         yield Subject(engine, engine.load, engines[0].counters, _fake_publish(policy), _fake_reference(policy))
 
 

@@ -14,8 +14,6 @@ once, without this timeout."""
 class Hello(Message):
     """The first message of a worker."""
 
-    pid: int
-
 
 class Heartbeat(Message):
     """A worker's heartbeat. A separate thread sends it, so that a long step or a compile does not look like death."""

@@ -66,7 +66,7 @@ class WorkerLink:
 
         This returns at once, before the connection exists.
         """
-        self.send(Hello(pid=os.getpid()))
+        self.send(Hello())
         self._thread.start()
 
     def ready(self, **facts: int | float | str) -> None:

@@ -169,7 +169,6 @@ class _Slot:
 
     @property
     def filled(self) -> bool:
-        """Whether the slot's worker takes questions."""
         return self.worker is not None and self.worker.able
 
 
@@ -186,7 +185,6 @@ class _Worker:
 
     @property
     def busy(self) -> bool:
-        """Whether a question is open."""
         return bool(self._open)
 
     async def ask(self, id: int, question: bytes) -> bytes:

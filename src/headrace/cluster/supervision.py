@@ -69,11 +69,6 @@ class Fleet(Processes):
         """Worker -> the phase that it last reported."""
         self._started = False
 
-    @property
-    def names(self) -> list[str]:
-        """The names of all workers."""
-        return [spec.name for spec in self._specs]
-
     def facts(self, name: str) -> dict[str, int | float | str]:
         """Return what a worker reported about itself when it became ready. Empty while the worker is not ready."""
         return self._ready[name].facts if name in self._ready else {}
@@ -88,7 +83,7 @@ class Fleet(Processes):
         for spec in self._specs:
             await self._launcher.start(spec)
         began = time.monotonic()
-        while missing := [name for name in self.names if name not in self._ready]:
+        while missing := [spec.name for spec in self._specs if spec.name not in self._ready]:
             if time.monotonic() - began > deadline:
                 states = ", ".join(f"{name} ({self.phases.get(name, 'not heard of')})" for name in missing)
                 raise DeadlineError(f"not ready within {deadline:g} s: {states}")

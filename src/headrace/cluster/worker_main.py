@@ -22,8 +22,6 @@ from headrace.channel.worker_side import die_with_parent
 from headrace.cluster.base import EXIT_LOST, EXIT_USER_ERROR
 from headrace.cluster.mps import without_mps
 from headrace.config import Config
-from headrace.engines.serving import Build
-from headrace.engines.serving import serve as serve_engine
 from headrace.errors import HeadraceError, PeerDied
 from headrace.run_dir import RunDir
 
@@ -96,25 +94,24 @@ def _announce_threads(threads: int) -> None:
 
 
 def _serve_engine(link: WorkerLink, config: Config) -> None:
-    build: Build
+    link.phase = "loading"
     if config.engine.kind == "vllm":
         # vLLM servers are processes of their own: torch is not loaded in this process.
         _announce_threads(config.engine.threads)
-        from headrace.engines.vllm.building import build as build_vllm
+        from headrace.engines.vllm.building import serve as serve_vllm
 
-        build = build_vllm
+        serve_vllm(link, config)
+        return
+    fix_threads(config.engine.threads)
+    link.peak_memory = peak_gpu_memory
+    if config.engine.kind == "embedded":
+        from headrace.engines.embedded.building import serve as serve_embedded
+
+        serve_embedded(link, config)
     else:
-        fix_threads(config.engine.threads)
-        link.peak_memory = peak_gpu_memory
-        if config.engine.kind == "embedded":
-            from headrace.engines.embedded.building import build as build_embedded
+        from headrace.engines.supplied import serve as serve_supplied
 
-            build = build_embedded
-        else:
-            from headrace.engines.supplied import build as build_supplied
-
-            build = build_supplied
-    serve_engine(link, config, build)
+        serve_supplied(link, config)
 
 
 def _serve_trainer(link: WorkerLink, config: Config) -> None:

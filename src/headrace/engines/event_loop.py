@@ -1,32 +1,29 @@
-"""Serves any asyncio `Engine` as an `EngineServer`: an event loop in the main thread, with one task for each call.
+"""Serves any asyncio `Engine` in a worker process: an event loop, with one task for each message of the controller.
 
-    submit ─▶ a task per request: engine.generate ─▶ outbox ─(10 ms)─▶ emit
-    fork, load, score ─▶ a task each ─▶ its future
+    Submit ─▶ a task per request: engine.generate ─▶ outbox ─(10 ms)─▶ the controller
+    Fork, Load, ScoreTokens ─▶ a task each ─▶ its reply
 
 vLLM servers and engines of users are served in this way. If the engine loses something that it depends on, `run` raises
-`PeerDied` after it has emitted the tokens that were drawn. Open requests and futures then get no further answer,
-because the requests are resumed on other engines.
+`PeerDied` after it has sent the tokens that were drawn. Open requests and questions then get no further answer, because
+the requests are resumed on other engines.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from headrace.delivery.base import Manifest, Proof
+from headrace.channel.heartbeats import Stop
+from headrace.channel.worker_link import Incoming, WorkerLink
+from headrace.delivery.base import Proof
 from headrace.engines.base import Delta, Engine, Request, closing_deltas, failed_delta
-from headrace.engines.serving import Emit
+from headrace.engines.serving import Submit, begin, send_deltas
 from headrace.errors import HeadraceError, PeerDied
-from headrace.types import Float32Array, Int32Array
-
-T = TypeVar("T")
 
 FLUSH_SECONDS = 0.01
 """Deltas that arrive within this time are emitted together."""
@@ -49,78 +46,44 @@ class Opened:
 
 
 class EventLoopServer:
-    """An `EngineServer` that runs an asyncio `Engine`."""
+    """Runs an asyncio `Engine` and answers the controller's messages to it."""
 
-    def __init__(self, name: str, open_engine: Callable[[], AbstractAsyncContextManager[Opened]], emit: Emit) -> None:
+    def __init__(self, link: WorkerLink, open_engine: Callable[[], AbstractAsyncContextManager[Opened]]) -> None:
         """Prepare a server. `open_engine` is entered inside the event loop, and left after the engine was closed."""
-        self._name = name
+        self._link = link
         self._open = open_engine
-        self._emit = emit
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._early: list[Callable[[], None]] = []
-        """Commands that were posted before the engine was open."""
         self._ended = False
-        self._gone = f"engine {name} has stopped"
+        self._gone = f"engine {link.name} has stopped"
         self._lost = False
-        self._stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._futures: set[Future[Any]] = set()
+        self._unanswered: dict[int, Incoming] = {}
         self._outbox: list[Delta] = []
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """See `EngineServer.submit`."""
-        requests = list(requests)
-        if not self._post(lambda: self._begin(requests)) and not self._lost:
-            self._emit([failed_delta(request.id, self._gone) for request in requests])
-
-    def abort(self, ids: Sequence[str] | None = None) -> Future[None]:
-        """See `EngineServer.abort`."""
-        return self._ask(lambda engine: engine.abort(ids))
-
-    def fork(self, request_id: str, at: int, n: int) -> Future[list[Request]]:
-        """See `EngineServer.fork`."""
-        return self._ask(lambda engine: engine.fork(request_id, at, n))
-
-    def load(self, manifest: Manifest) -> Future[Proof]:
-        """See `EngineServer.load`."""
-        return self._ask(lambda engine: engine.load(manifest))
-
-    def score(self, token_ids: Int32Array) -> Future[Float32Array]:
-        """See `EngineServer.score`."""
-        return self._ask(lambda engine: engine.score(token_ids))
-
     def run(self) -> None:
-        """See `EngineServer.run`. An error of a task that is not a `HeadraceError` also ends `run`, and is raised."""
-        asyncio.run(self._serve())
+        """Serve until the controller sends `Stop`. Every open request then has received its last delta.
 
-    def stop(self) -> None:
-        """See `EngineServer.stop`."""
-        self._post(self._stopping.set)
+        Raises `PeerDied` if the engine is lost, and any error of a task that is not a `HeadraceError`.
+        """
+        asyncio.run(self._serve())
 
     async def _serve(self) -> None:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         async with self._open() as opened:
             self._engine, self._check_engine = opened.engine, opened.check
-            with self._lock:
-                self._loop = asyncio.get_running_loop()
-                early, self._early = self._early, []
             try:
-                for command in early:
-                    command()
                 await self._until_stopped()
             except PeerDied:
                 self._lost = True
                 raise
             except BaseException as error:
-                self._gone = f"engine {self._name} died of {type(error).__name__}: {error}"
+                self._gone = f"engine {self._link.name} died of {type(error).__name__}: {error}"
                 raise
             finally:
                 await self._end()
 
     async def _until_stopped(self) -> None:
         """Return when told to stop. Raise the error of a task, and `PeerDied` as soon as the engine is lost."""
-        ends: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._stopping.wait()), self._failure]
+        ends: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._obey()), self._failure]
         if self._check_engine is not None:
             ends.append(asyncio.ensure_future(self._watch(self._check_engine)))
         try:
@@ -131,10 +94,25 @@ class EventLoopServer:
             for end in ends:
                 end.cancel()
 
+    async def _obey(self) -> None:
+        """Begin what the controller's messages ask for, until the message is `Stop`."""
+        while True:
+            incoming = await asyncio.to_thread(self._link.next_message)
+            if incoming is None:
+                continue
+            match incoming.message:
+                case Submit(requests=requests):
+                    for request in requests:
+                        self._spawn(self._read(request))
+                case Stop():
+                    self._link.phase = "stopping"
+                    return
+                case _:
+                    self._spawn(self._answer(incoming))
+
     async def _end(self) -> None:
-        with self._lock:
-            self._ended = True
-        await asyncio.sleep(0)  # Commands that were posted before are run first.
+        self._ended = True
+        await asyncio.sleep(0)  # Tasks that have just been made begin first.
         await self._engine.close()
         if self._tasks:
             _, late = await asyncio.wait(set(self._tasks), timeout=CLOSE_SECONDS)
@@ -142,26 +120,8 @@ class EventLoopServer:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
         self._flush()
-        for future in () if self._lost else list(self._futures):
-            if future.set_running_or_notify_cancel():
-                future.set_exception(HeadraceError(self._gone))
-
-    def _post(self, command: Callable[[], None]) -> bool:
-        """Run a command in the event loop. Return False if the event loop has ended."""
-        with self._lock:
-            if self._ended:
-                return False
-            if self._loop is None:
-                self._early.append(command)
-            else:
-                self._loop.call_soon_threadsafe(command)
-            return True
-
-    def _ask(self, question: Callable[[Engine], Awaitable[T]]) -> Future[T]:
-        future: Future[T] = Future()
-        if not self._post(lambda: self._spawn(self._answer(future, question))) and not self._lost:
-            future.set_exception(HeadraceError(self._gone))
-        return future
+        for incoming in () if self._lost else self._unanswered.values():
+            self._link.fail(incoming, f"HeadraceError: {self._gone}")
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -174,33 +134,30 @@ class EventLoopServer:
         if error is not None and not self._failure.done():
             self._failure.set_exception(error)
 
-    async def _answer(self, future: Future[T], question: Callable[[Engine], Awaitable[T]]) -> None:
-        """Settle the future. If the engine is lost, leave the future open: this process ends instead."""
-        self._futures.add(future)
+    async def _answer(self, incoming: Incoming) -> None:
+        """Do what a message asks for, and answer it. If the engine is lost, this process ends without an answer."""
+        self._unanswered[incoming.request_id] = incoming
         failure: HeadraceError | None = None
         try:
-            result = await question(self._engine)
+            pending, wrap = begin(incoming.message, self._engine)
+            result = await pending
         except PeerDied:
             raise
         except HeadraceError as error:
             failure = error
         if failure is not None or (isinstance(result, Proof) and not result.accepted):
             await self._check()
-        self._futures.discard(future)
-        if self._lost or not future.set_running_or_notify_cancel():
+        self._unanswered.pop(incoming.request_id, None)
+        if self._lost:
             return
         if failure is not None:
-            future.set_exception(failure)
-        else:
-            future.set_result(result)
-
-    def _begin(self, requests: list[Request]) -> None:
-        for request in requests:
-            self._spawn(self._read(request))
+            self._link.fail(incoming, f"{type(failure).__name__}: {failure}")
+        elif wrap is not None:
+            self._link.reply(incoming, wrap(result))
 
     async def _read(self, request: Request) -> None:
         """Hand out the deltas of a request. Exactly one of them is the last delta."""
-        last = failed_delta(request.id, f"engine {self._name} gave request {request.id} no last delta")
+        last = failed_delta(request.id, f"engine {self._link.name} gave request {request.id} no last delta")
         try:
             async with closing_deltas(self._engine.generate(request)) as deltas:
                 async for delta in deltas:
@@ -222,7 +179,6 @@ class EventLoopServer:
             await self._check_engine()
 
     async def _watch(self, check: Callable[[], Awaitable[None]]) -> None:
-        """Check repeatedly. Raise `PeerDied` when the engine is lost."""
         while True:
             await check()
             await asyncio.sleep(WATCH_SECONDS)
@@ -239,4 +195,4 @@ class EventLoopServer:
     def _flush(self) -> None:
         deltas, self._outbox = self._outbox, []
         if deltas:
-            self._emit(deltas)
+            send_deltas(self._link, deltas)

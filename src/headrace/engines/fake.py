@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from headrace.delivery.base import Manifest, Proof
+from headrace.delivery.canary import canary_error
 from headrace.engines.base import Counters, Delta, FinishReason, Interrupt, Request, failed_delta, token_delta
 from headrace.engines.fake_policy import FakeDraw, FakePolicy
 from headrace.engines.requests import first_stop, fork_requests, sampling_refusal
@@ -127,9 +128,13 @@ class FakeEngine:
         await self._sleep(self._load_seconds)
         await self._come_to_rest()
         self._check_alive()
+        error = canary_error(manifest.canary, self.policy.score(manifest.canary.token_ids, manifest.version))
         reason = self._rejection(manifest)
         if not reason:
-            reason = self._live_mismatch(manifest)
+            if self._loads.get(manifest.version) == "quarantine":
+                reason = "quarantined by script"
+            elif manifest.canary.tolerance is not None and error > manifest.canary.tolerance:
+                reason = f"the canary of version {manifest.version} is off by {error:g}"
             self._quarantined = bool(reason)
         if not reason:
             self.version = manifest.version
@@ -144,7 +149,7 @@ class FakeEngine:
             reason=reason,
             staged_digest=self.policy.manifest(manifest.version).digest,
             live_digest=self.policy.manifest(self.version).digest if self.version != NO_VERSION else 0,
-            canary_error=self._canary_error(manifest),
+            canary_error=error,
             stage_seconds=self._load_seconds,
         )
 
@@ -330,18 +335,6 @@ class FakeEngine:
             return f"the digest of version {manifest.version} is wrong"
         return ""
 
-    def _live_mismatch(self, manifest: Manifest) -> str:
-        if self._loads.get(manifest.version) == "quarantine":
-            return "quarantined by script"
-        error = self._canary_error(manifest)
-        if manifest.canary.tolerance is not None and not error <= manifest.canary.tolerance:
-            return f"the canary of version {manifest.version} is off by {error:g}"
-        return ""
-
-    def _canary_error(self, manifest: Manifest) -> float:
-        scores = self.policy.score(manifest.canary.token_ids, manifest.version)
-        return float(np.abs(scores - manifest.canary.logprobs).max())
-
 
 class _Sequence:
     """A request in the engine, with the tokens that were sampled for it."""
@@ -357,17 +350,14 @@ class _Sequence:
 
     @property
     def sampled(self) -> int:
-        """The number of tokens sampled so far."""
         return len(self.tokens)
 
     @property
     def position(self) -> int:
-        """The index of the next token in the sequence."""
         return len(self.request.token_ids) + self.sampled
 
 
 def _ends(request: Request) -> list[int]:
-    """Return the stop tokens that the request may draw."""
     return [token for token in request.sampling.stop_token_ids if token not in request.sampling.forbidden]
 
 

@@ -16,11 +16,10 @@ import numpy.typing as npt
 
 from headrace.delivery.base import Canary, Manifest
 from headrace.engines.base import KEPT_LIMIT, Sampling
+from headrace.engines.requests import uniforms
 from headrace.types import NO_VERSION, Float32Array, Int32Array
 
 CANARY = np.arange(8, dtype=np.int32)
-
-_MASK = (1 << 64) - 1
 
 
 class FakeDraw(NamedTuple):
@@ -48,7 +47,8 @@ class FakePolicy:
         tempered = (logits - logits.max()) / sampling.temperature
         kept = _kept(tempered, sampling)
         cumulative = np.cumsum(np.exp(tempered[kept]))
-        at = int(np.searchsorted(cumulative, noise(sampling.seed, position) * cumulative[-1], side="right"))
+        noise = uniforms([sampling.seed], [position])[0]
+        at = int(np.searchsorted(cumulative, noise * cumulative[-1], side="right"))
         logprob = tempered[kept[at]] - np.log(cumulative[-1])
         return FakeDraw(int(kept[at]), float(logprob), kept.astype(np.int32))
 
@@ -79,19 +79,6 @@ class FakePolicy:
         return np.random.Generator(np.random.Philox(key=stable_hash("logits", position, version))).standard_normal(
             self.vocabulary
         )
-
-
-def noise(seed: int, position: int) -> float:
-    """Return the number in [0, 1) that belongs to (seed, position)."""
-    return (_mix(_mix(seed & _MASK) ^ position) >> 12) * 2.0**-52
-
-
-def _mix(x: int) -> int:
-    """The finalizer of SplitMix64."""
-    x = (x + 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
 
 
 def stable_hash(*parts: int | str) -> int:

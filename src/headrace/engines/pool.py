@@ -42,11 +42,6 @@ class EnginePool:
         self._members: Counter[str] = Counter()
         self._changed = asyncio.Event()
 
-    @property
-    def version(self) -> int:
-        """The newest version that every serving engine has proved; -1 if no engine serves."""
-        return min((self._proved[engine.name] for engine in self._serving()), default=NO_VERSION)
-
     def proved(self, name: str) -> int:
         """Return the version that this engine has proved: -1 before the first, in quarantine, and while it is away."""
         return self._proved[name]

@@ -1,4 +1,6 @@
-"""The rules about requests that are the same in every engine: which are refused, where they stop, how they are forked.
+"""The rules about requests that are the same in every engine.
+
+They say which requests are refused, where they stop, how they are forked, and what noise draws their tokens.
 
 A fork is an ordinary request that continues a running request from one of its tokens and names it as its parent. A fork
 depends only on the request, its tokens and the position. So asking twice for the same fork gives the same requests.
@@ -11,6 +13,7 @@ from hashlib import blake2b
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from headrace.engines.base import FORBIDDEN_LIMIT, Request, Sampling
 from headrace.errors import UserError
@@ -100,3 +103,19 @@ def _derived_seed(seed: int, k: int) -> int:
     """Return a seed of 63 bits, which fits into a signed 64-bit integer on any device."""
     words = (seed & _MASK).to_bytes(8, "little") + k.to_bytes(8, "little")
     return int.from_bytes(blake2b(words, digest_size=8, person=b"fork").digest(), "little") >> 1
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
+    """Hash each (seed, position) to a number in [0, 1)."""
+    seed = np.array([s & _MASK for s in seeds], np.uint64)
+    position = np.array(positions, np.uint64)
+    # 52 bits: the largest number is far enough below 1 that its product with a mass is less than the mass.
+    return (_mix(_mix(seed) ^ position) >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finalizer of SplitMix64: every input bit changes every output bit with probability 1/2."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

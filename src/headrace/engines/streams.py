@@ -24,10 +24,7 @@ class StreamedEngine:
     """
 
     def __init__(self, name: str, *, deadline: float | None = None) -> None:
-        """Prepare the streams of the engine `name`.
-
-        `deadline` is the longest time between two deltas of a request in seconds; None waits until `lost` is called.
-        """
+        """`deadline` is the longest time between two deltas of a request in seconds; None waits until `lost`."""
         self.name = name
         self._token_deadline = deadline
         self._open: dict[str, asyncio.Queue[Delta]] = {}

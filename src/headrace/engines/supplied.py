@@ -21,7 +21,6 @@ from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.transports.tcp_wire import KEYS
 from headrace.engines.base import Request
 from headrace.engines.event_loop import EventLoopServer, Opened
-from headrace.engines.serving import Emit
 from headrace.errors import ConfigError, UserError
 from headrace.reference import call_factory, import_function
 from headrace.types import Float32Array, Int32Array
@@ -115,10 +114,10 @@ class PlainEngine:
         return scores
 
 
-def build(link: WorkerLink, config: Config, emit: Emit) -> EventLoopServer:
-    """Build the engine of a worker process: the one that `[engine] kind` names."""
+def serve(link: WorkerLink, config: Config) -> None:
+    """Serve the engine that `[engine] kind` names, until the controller sends `Stop`."""
     factory = import_function(config.engine.kind)
-    return EventLoopServer(link.name, lambda: _opened(factory, link, config), emit)
+    EventLoopServer(link, lambda: _opened(factory, link, config)).run()
 
 
 @asynccontextmanager

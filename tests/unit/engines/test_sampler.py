@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.engines.base import KEPT_LIMIT, Sampling
-from headrace.engines.embedded.sampler import draw, uniforms
+from headrace.engines.embedded.sampler import draw
+from headrace.engines.requests import uniforms
 
 
 def reference(logits: np.ndarray, sampling: Sampling, slack: float = 0.0) -> np.ndarray:

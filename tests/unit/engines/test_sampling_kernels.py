@@ -6,7 +6,8 @@ import torch
 
 from headrace.engines.base import KEPT_LIMIT, Sampling
 from headrace.engines.embedded.kernels.sampling import FORBIDDEN_LIMIT, SamplingRows, sample
-from headrace.engines.embedded.sampler import Drawn, draw, uniforms
+from headrace.engines.embedded.sampler import Drawn, draw
+from headrace.engines.requests import uniforms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -24,10 +24,9 @@ from headrace.engines.base import Delta, Request, Sampling
 from headrace.engines.embedded.base import Runner
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.kv_cache import BlockPool
-from headrace.engines.embedded.sampler import uniforms
 from headrace.engines.embedded.sequence import Sequence
 from headrace.engines.embedded.setup import MakeRunner, make_host_runner
-from headrace.engines.requests import fork_requests
+from headrace.engines.requests import fork_requests, uniforms
 from headrace.models.attention import ATTENTION
 from headrace.models.loading import named_weights
 

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import numpy as np
 import pytest
+from link_stub import StubLink
 from vllm_stub import FACTS, Stub, serving
 
 from headrace.delivery.base import Canary, Manifest
@@ -141,8 +142,9 @@ async def test_requests_of_a_lost_server_do_not_fail(broken: bool) -> None:
                 stub.faults.extend(["break:3", *["500"] * 50])
                 yield Opened(engine, lambda: check_server(client))
 
-        server = EventLoopServer("e", opened, deltas.extend)
-        server.submit([Request(id="a", token_ids=np.arange(5, dtype=np.int32), sampling=Sampling(max_tokens=20))])
+        link = StubLink("e", deltas.extend)
+        server = EventLoopServer(link, opened)  # type: ignore[arg-type]
+        link.submit([Request(id="a", token_ids=np.arange(5, dtype=np.int32), sampling=Sampling(max_tokens=20))])
         serving_it = asyncio.create_task(asyncio.to_thread(server.run))
         async with asyncio.timeout(SECONDS):
             while sum(len(delta.token_ids) for delta in deltas) < 3:  # noqa: ASYNC110
@@ -152,7 +154,7 @@ async def test_requests_of_a_lost_server_do_not_fail(broken: bool) -> None:
             else:
                 while not any(delta.finish for delta in deltas):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-                server.stop()
+                link.stop()
             (ended,) = await asyncio.gather(serving_it, return_exceptions=True)
         assert [delta.finish for delta in deltas if delta.finish] == ([] if broken else ["failed"])
         assert [int(token) for delta in deltas for token in delta.token_ids] == [5, 6, 7]

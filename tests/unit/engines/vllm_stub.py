@@ -19,7 +19,7 @@ from headrace_vllm_plugin.wire import BACKEND, PROTOCOL, Facts
 
 FACTS = Facts(
     protocol=PROTOCOL, vllm="0.32.0", backend=BACKEND, model="stub", dtype="float32", vocabulary=64, max_length=4096,
-    logprobs_mode="processed_logprobs", slots=8, blocks=100, block_size=32, prefix_caching=True, workers=1,
+    logprobs_mode="processed_logprobs", slots=8, blocks=100, block_size=32,
     position_noise=True, truncation=True,
 )  # fmt: skip
 
@@ -107,7 +107,7 @@ class Stub:
         if method == "headrace_hello":
             return {name: getattr(FACTS, name) for name in FACTS.__struct_fields__}
         if method == "headrace_stage":
-            return {"error": ""}
+            return {"version": 0, "error": ""}
         if method == "headrace_staged":
             return {"version": 0, "done": True, "error": self.staging_error, "digest": 5, "seconds": 0.0}
         return {"visible": 0, "hidden": 1, "digest": 0, "wrong": [], "missing": []}

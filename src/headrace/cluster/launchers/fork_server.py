@@ -95,7 +95,6 @@ class ForkServer:
                     self._kill(name)
 
     def _kill(self, name: str | None) -> None:
-        """Kill the worker of this name, or all workers if no name is given."""
         for pid, own in self._workers.items():
             if name in (None, own):
                 with contextlib.suppress(ProcessLookupError):

@@ -59,7 +59,6 @@ class LocalLauncher(_HostLauncher):
     """A `Launcher` that starts workers as subprocesses."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        """Make a launcher; `environment` is added to that of every worker."""
         super().__init__(environment)
         self._processes: dict[str, Process] = {}
         self._watchers: list[asyncio.Task[None]] = []
@@ -100,7 +99,6 @@ class ForkedLauncher(_HostLauncher):
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        """Make a launcher; `environment` is added to that of every worker."""
         super().__init__(environment)
         # `_logs` has the workers that run or have been requested. `_idle` is set while there are none.
         self._idle = asyncio.Event()

@@ -1,16 +1,26 @@
-"""Builds an embedded engine in a worker process: it chooses the device, the share of its memory, and the weights."""
+"""Builds an embedded engine in a worker process, and serves it.
+
+The engine runs in the main thread, and a second thread only passes messages. So a swap or an abort never waits for the
+controller, and a slow controller never delays a decode step.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
+from headrace.channel.codec import Message
+from headrace.channel.heartbeats import Stop
 from headrace.channel.turns import FILE as TURNS
 from headrace.channel.turns import EngineTurns
-from headrace.channel.worker_link import WorkerLink
+from headrace.channel.worker_link import Incoming, WorkerLink
 from headrace.config import Config
 from headrace.config.memory import (
     LONGEST_DEFAULT,
@@ -27,7 +37,7 @@ from headrace.delivery.transports.tcp_wire import KEYS
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.engine import EngineLoop
 from headrace.engines.embedded.setup import choose_device, give_way_to_decoding
-from headrace.engines.serving import Emit
+from headrace.engines.serving import Submit, begin, send_deltas
 from headrace.errors import UserError
 from headrace.models.loading import load_model, named_weights
 from headrace.models.lora import Adapter, LoraSpec, frozen_linears
@@ -88,9 +98,8 @@ def _round_as_the_trainer(model: Any, config: Config, lora: LoraConfig) -> None:
     round_weights(frozen_linears(model, spared), sources)
 
 
-def build(link: WorkerLink, config: Config, emit: Emit) -> EngineLoop:
+def build(link: WorkerLink, config: Config) -> EngineLoop:
     """Load the model, check it, prepare the engine and report to the link that it is ready."""
-    link.phase = "loading"
     device = choose_device(config.engine.device)
     engine = config.engine
     shared = device == "cuda" and choose_device(config.training.device) == "cuda"
@@ -125,7 +134,41 @@ def build(link: WorkerLink, config: Config, emit: Emit) -> EngineLoop:
         keys=link.run_dir / KEYS,
     )
     turns = EngineTurns(link.run_dir / TURNS) if shared and config.pipeline.one_gpu == "turns" else None
-    loop = EngineLoop(core, emit, interrupt=engine.interrupt, turns=turns)
+    loop = EngineLoop(core, partial(send_deltas, link), interrupt=engine.interrupt, turns=turns)
     give_way_to_decoding()
     link.ready(parameters=sum(p.numel() for p in model.parameters()))
     return loop
+
+
+def serve(link: WorkerLink, config: Config) -> None:
+    """Build the engine and serve it until the controller sends `Stop`."""
+    loop = build(link, config)
+    threading.Thread(target=pass_messages, args=(link, loop), name="messages", daemon=True).start()
+    loop.run()
+
+
+def pass_messages(link: WorkerLink, loop: EngineLoop) -> None:
+    """Pass the controller's messages to the engine, until the message is `Stop`."""
+    while True:
+        incoming = link.next_message()
+        if incoming is None:
+            continue
+        match incoming.message:
+            case Submit(requests=requests):
+                loop.submit(requests)
+            case Stop():
+                link.phase = "stopping"
+                loop.stop()
+                return
+            case question:
+                future, wrap = begin(question, loop)
+                if wrap is not None:
+                    future.add_done_callback(partial(_answer, link, incoming, wrap))
+
+
+def _answer(link: WorkerLink, incoming: Incoming, wrap: Callable[[Any], Message], future: Future[Any]) -> None:
+    error = future.exception()
+    if error is not None:
+        link.fail(incoming, f"{type(error).__name__}: {error}")
+    else:
+        link.reply(incoming, wrap(future.result()))

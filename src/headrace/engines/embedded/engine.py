@@ -39,7 +39,7 @@ _TURN_SECONDS = 1e-3
 
 
 class EngineLoop:
-    """An `EngineServer` around a core, which it runs in the thread that calls `run`.
+    """A loop around a core, which it runs in the thread that calls `run`.
 
     The loop waits for a command or for work. All methods except `run` may be called from any thread.
     """
@@ -51,10 +51,7 @@ class EngineLoop:
         interrupt: Interrupt = "never",
         turns: EngineTurns | None = None,
     ) -> None:
-        """Prepare a loop around `core`.
-
-        With `turns`, the engine shares a GPU with a trainer and makes steps only in its own turn.
-        """
+        """Prepare a loop. With `turns`, the engine shares a GPU with a trainer and steps only in its own turn."""
         self._core = core
         self._turns = turns
         self._emit = emit
@@ -162,7 +159,6 @@ class EngineLoop:
         self._wait(_WAKE_SECONDS)
 
     def _wait(self, seconds: float) -> None:
-        """Wait for a command or `stop`, at most for this many seconds."""
         spans = self._core.spans
         with spans.span("wait", busy=False) if spans is not None else nullcontext(), self._changed:
             self._changed.wait_for(lambda: self._commands or self._stopping, timeout=seconds)
@@ -278,10 +274,7 @@ class EmbeddedEngine(StreamedEngine):
     """An `Engine` in this process. It must be made inside a running event loop, and used from that event loop only."""
 
     def __init__(self, core: EngineCore, config: EngineConfig, *, deadline: float = 120.0) -> None:
-        """Start the thread of the engine. `deadline` limits every wait for the thread, in seconds.
-
-        The deltas of a request have no deadline.
-        """
+        """Start the thread of the engine. `deadline` limits every wait for the thread, in seconds."""
         # An engine without proved weights may be silent for any time, so a delta has no deadline.
         super().__init__(core.name)
         self._deadline = deadline

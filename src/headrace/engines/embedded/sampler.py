@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 
 from headrace.engines.base import KEPT_LIMIT, Sampling
+from headrace.engines.requests import uniforms
 from headrace.types import Float32Array, Int32Array
 
-_MASK = (1 << 64) - 1
 _HEAD = 1024
 """Top-p looks at this many best tokens first. It sorts the whole vocabulary only for rows where they are not enough."""
 
@@ -82,22 +82,6 @@ def draw(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequenc
             if samplings[row].record_kept:
                 kept[row] = _ids(logits[row], keep[index] if keep is not None else None, rule)
     return Drawn(tokens.numpy(), logprobs.numpy(), kept)
-
-
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
-    """Hash each (seed, position) to a number in [0, 1)."""
-    seed = np.array([s & _MASK for s in seeds], np.uint64)
-    position = np.array(positions, np.uint64)
-    # 52 bits: the largest number is far enough below 1 that its product with a mass is less than the mass.
-    return (_mix(_mix(seed) ^ position) >> np.uint64(12)).astype(np.float64) * 2.0**-52
-
-
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finalizer of SplitMix64: every input bit changes every output bit with probability 1/2."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def _without_forbidden(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:

@@ -432,7 +432,6 @@ class Scheduler:
 
 
 def _common(one: list[int], other: list[int]) -> int:
-    """Return the length of the common prefix."""
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length

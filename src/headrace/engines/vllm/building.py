@@ -1,8 +1,8 @@
 """Builds the engine of a worker process that drives one vLLM server, and checks that the server fits the run.
 
 The vLLM server is a process that is started here (`VllmServer`) and ends with this process, or a server that runs
-already at one of `[engine] urls`. The engine is wrapped in an `EventLoopServer`, which answers the controller's calls
-in this process. Torch is not imported.
+already at one of `[engine] urls`. An `EventLoopServer` answers the controller's messages in this process. Torch is not
+imported.
 
 `examine` checks a server before the first request. Each missing requirement is one line that names the flag to set. A
 server that passes these checks answers with correct log-probabilities and versions, and takes the run's weights.
@@ -26,7 +26,6 @@ from headrace.config.model_dir import model_facts
 from headrace.delivery.setup import choose
 from headrace.delivery.transports.tcp_wire import KEYS
 from headrace.engines.event_loop import EventLoopServer, Opened
-from headrace.engines.serving import Emit
 from headrace.engines.vllm.client import VllmClient
 from headrace.engines.vllm.engine import VllmEngine
 from headrace.engines.vllm.server import (
@@ -45,12 +44,9 @@ OLDEST = (0, 32)
 """The first version of vLLM that has token-in/token-out, spans of weight versions and pluggable weight transfer."""
 
 
-def build(link: WorkerLink, config: Config, emit: Emit) -> EventLoopServer:
-    """Return the server that answers the controller's calls with this rank's vLLM engine.
-
-    The vLLM server is started, or attached to, only when the returned server runs.
-    """
-    return EventLoopServer(link.name, lambda: _opened(link, config), emit)
+def serve(link: WorkerLink, config: Config) -> None:
+    """Start this rank's vLLM server or attach to it, and serve it until the controller sends `Stop`."""
+    EventLoopServer(link, lambda: _opened(link, config)).run()
 
 
 @asynccontextmanager
@@ -168,7 +164,7 @@ def check_hosts(urls: list[str], transport: str) -> None:
 async def _hello(client: VllmClient) -> Facts:
     url = client.url
     try:
-        return (await client.hello())[0]
+        return (await client.rpc("headrace_hello", Facts))[0]
     except HttpError as error:
         if error.status in (401, 403):
             raise _wrong_key(url) from error

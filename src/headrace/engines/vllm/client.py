@@ -26,7 +26,7 @@ from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.canary import Tolerance, canary_error
 from headrace.errors import ChannelError, DeadlineError, HttpError, UserError
 from headrace.types import NO_VERSION, Float32Array
-from headrace_vllm_plugin.wire import Accepted, Facts, FetchOrder, Live, StagingState
+from headrace_vllm_plugin.wire import FetchOrder, Live, StagingState
 
 CONNECT_SECONDS = 10.0
 POLL_SECONDS = 0.02
@@ -155,42 +155,19 @@ class VllmClient:
         """Resume the scheduler."""
         await self._post("/resume")
 
-    async def hello(self) -> list[Facts]:
-        """Ask each worker for its facts: what it is and what it can do."""
-        return await self._rpc("headrace_hello", Facts)
-
-    async def stage(self, manifest: Manifest, keys: str, scaling: float | None = None) -> str:
-        """Begin to fetch a version in every worker. Return why it cannot be fetched, or an empty string.
-
-        `scaling` is given for an adapter.
-        """
-        order = FetchOrder(
-            version=manifest.version,
-            transport=manifest.transport,
-            location=manifest.location,
-            entries=manifest.entries,
-            plan_digest=manifest.plan_digest,
-            digest=manifest.digest,
-            keys=keys,
-            scaling=scaling,
-            base_digest=manifest.base_digest,
-        )
-        answers = await self._rpc("headrace_stage", Accepted, order=msgspec.json.encode(order).decode())
-        return next((answer.error for answer in answers if answer.error), "")
-
-    async def staged(self) -> list[StagingState]:
-        """Return the state of the fetch in each worker."""
-        return await self._rpc("headrace_staged", StagingState)
-
     async def update(self, version: int) -> None:
         """Load the staged version. From this call on, the live weights are unproved."""
         await self._post("/start_weight_update")
         await self._post("/update_weights", {"update_info": {"version": version}})
         await self._post("/finish_weight_update", {"weight_version": str(version)})
 
-    async def live(self) -> list[Live]:
-        """Return the digest result of each worker's live weights."""
-        return await self._rpc("headrace_live", Live)
+    async def rpc(self, method: str, kind: type[T], **arguments: str) -> list[T]:
+        """Call a method of `HeadraceWorker` in every worker of the server, and return their answers."""
+        answer = await self._post("/collective_rpc", {"method": method, "kwargs": arguments})
+        try:
+            return msgspec.convert(answer["results"], list[kind])  # type: ignore[valid-type]
+        except (msgspec.ValidationError, KeyError, TypeError) as error:
+            raise ChannelError(f"{self.url}: {method} was answered with {answer!r:.200}: {error}") from error
 
     async def call(self, method: str, path: str, body: Any = None, *, timeout: float) -> Any:
         """Return the decoded JSON of the answer, or its text if it is not JSON.
@@ -236,13 +213,6 @@ class VllmClient:
     async def _post(self, path: str, body: Any = None) -> Any:
         return await self.call("POST", path, body, timeout=self._deadline)
 
-    async def _rpc(self, method: str, kind: type[T], **arguments: str) -> list[T]:
-        answer = await self._post("/collective_rpc", {"method": method, "kwargs": arguments})
-        try:
-            return msgspec.convert(answer["results"], list[kind])  # type: ignore[valid-type]
-        except (msgspec.ValidationError, KeyError, TypeError) as error:
-            raise ChannelError(f"{self.url}: {method} was answered with {answer!r:.200}: {error}") from error
-
     def _decode(self, data: bytes) -> _Chunk:
         try:
             chunk = self._decoder.decode(data)
@@ -258,10 +228,7 @@ class VllmClient:
     async def _exchange(
         self, method: str, path: str, body: Any, silence: float | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request and yield its answer, whose body is not read yet.
-
-        `silence` is the longest time between two reads of the body, in seconds.
-        """
+        """Send a request and yield its answer. `silence` is the longest time between two reads of its body."""
         if self._session.closed:
             raise ChannelError(f"{self.url}: the connection to it is closed")
         answer: aiohttp.ClientResponse | None = None
@@ -352,7 +319,7 @@ class Delivery:
         error = float("inf")
         try:
             await self._client.update(manifest.version)
-            live = await self._client.live()
+            live = await self._client.rpc("headrace_live", Live)
             await self._client.resume()
             scores = await self._client.score(manifest.canary.token_ids.tolist())
             error = canary_error(manifest.canary, scores)
@@ -380,10 +347,23 @@ class Delivery:
 
     async def _fetch(self, manifest: Manifest) -> str:
         """Wait until every worker has fetched the version. Return why a worker failed, or an empty string."""
-        if reason := await self._client.stage(manifest, self._keys, self._scaling):
-            return reason
+        order = FetchOrder(
+            version=manifest.version,
+            transport=manifest.transport,
+            location=manifest.location,
+            entries=manifest.entries,
+            plan_digest=manifest.plan_digest,
+            digest=manifest.digest,
+            keys=self._keys,
+            scaling=self._scaling,
+            base_digest=manifest.base_digest,
+        )
+        encoded = msgspec.json.encode(order).decode()
+        begun = await self._client.rpc("headrace_stage", StagingState, order=encoded)
+        if refused := [one.error for one in begun if one.error]:
+            return refused[0]
         while True:
-            workers = await self._client.staged()
+            workers = await self._client.rpc("headrace_staged", StagingState)
             failed = [one.error for one in workers if one.error]
             if failed or all(one.done for one in workers):
                 self._staged_digest = workers[0].digest
@@ -406,7 +386,6 @@ def _piece(choice: _Choice) -> AnswerPiece:
 
 
 def _reason(body: bytes) -> str:
-    """Return the server's description of an error in one line."""
     try:
         answer = msgspec.json.decode(body)
     except msgspec.DecodeError:

@@ -116,10 +116,7 @@ class VllmEngine(StreamedEngine):
         spans: SpanRecorder | None = None,
         scaling: float | None = None,
     ) -> None:
-        """Drive the server behind `client`, whose facts `examine` has found. The engine closes the client.
-
-        `scaling` is the LoRA scaling of the delivered adapters; None if full weights are delivered.
-        """
+        """Drive the server behind `client`, whose facts `examine` has found. The engine closes the client."""
         super().__init__(name)
         self._client = client
         self._facts = facts
@@ -244,7 +241,6 @@ class VllmEngine(StreamedEngine):
         task.add_done_callback(self._aborts.discard)
 
     def _pump(self) -> None:
-        """Start the waiting requests that may run now."""
         while self._waiting and len(self._running) < self._slots and self._may_run(self._waiting[0]):
             sequence = heapq.heappop(self._waiting)
             sequence.cut = ""
@@ -293,7 +289,6 @@ class VllmEngine(StreamedEngine):
         self._pump()
 
     async def _stream(self, sequence: VllmSequence) -> None:
-        """Hand out the tokens of a stream."""
         if sequence.failures:
             await asyncio.sleep(BACKOFF_SECONDS * 2**sequence.failures)
         version = self.version
@@ -363,7 +358,6 @@ class VllmEngine(StreamedEngine):
             raise DeadlineError(f"{len(open_tasks)} streams of {self.name} did not close in {self._deadline:g} s")
 
     def _finish(self, sequence: VllmSequence, finish: FinishReason, error: str = "") -> None:
-        """Hand out a last delta without tokens."""
         sequence.finished = True
         self.deliver([token_delta(sequence.request.id, [], [], NO_VERSION, finish, error)])
 
