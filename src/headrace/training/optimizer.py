@@ -165,7 +165,14 @@ class Optimizer:
             kind, _, name = key.partition("/")
             kind, dot, piece = kind.partition(".")
             saved.setdefault((kind, name), {})[dot + piece] = tensor
-        self._create_states({name for _, name in saved} & self._named.keys())
+        # A step of size zero makes the optimizers create their states. It leaves the weights as they are, and the saved
+        # states replace what it counted.
+        for name in {name for _, name in saved} & self._named.keys():
+            self._named[name].grad = torch.zeros_like(self._named[name])
+        for optimizer in self._optimizers:
+            _set_rate(optimizer, 0.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         for (kind, name), pieces in saved.items():
             p = self._named.get(name)
             state = {} if p is None else self._optimizer_of[id(p)].state[p]
@@ -184,15 +191,6 @@ class Optimizer:
                 continue
             for piece, tensor in present.items():
                 tensor.copy_(pieces[piece])
-
-    def _create_states(self, names: Iterable[str]) -> None:
-        """Make the optimizers create their states, by a step of size zero that leaves the weights unchanged."""
-        for name in names:
-            self._named[name].grad = torch.zeros_like(self._named[name])
-        for optimizer in self._optimizers:
-            _set_rate(optimizer, 0.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
 
 
 def _pieces(state: Any) -> dict[str, torch.Tensor]:
@@ -390,19 +388,19 @@ def _strides(shape: Sequence[int]) -> list[int]:
 class HalfWeights:
     """Two copies of a model's weights: a 16-bit copy that the passes read, and masters that the optimizer updates.
 
-    Making this object changes the model's parameters to `dtype` in place. Call `collect` after each pass, and `refresh`
+    Making this object casts the model's parameters to bfloat16 in place. Call `collect` after each pass, and `refresh`
     after each optimizer step. Then the gradients of all passes are added up in the dtype of the masters, and between
     two steps the 16-bit copy always equals the rounded masters. The masters keep the memory of the model's original
     weights, so code that holds those tensors sees every step.
     """
 
-    def __init__(self, model: torch.nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         self.masters: dict[str, torch.nn.Parameter] = {}
         """The master weights of the trainable parameters, by name. The optimizer updates these."""
         self._copies: dict[str, torch.nn.Parameter] = {}
         for name, parameter in model.named_parameters():
             whole = parameter.data
-            parameter.data = whole.to(dtype)
+            parameter.data = whole.to(torch.bfloat16)
             if parameter.requires_grad:
                 self.masters[name] = torch.nn.Parameter(whole)
                 self._copies[name] = parameter
