@@ -92,7 +92,7 @@ class Saver:
         self._wait()
         partial = partial_path(directory, state)
         if self._first:
-            begin_checkpoint(directory, state)
+            begin_checkpoint(partial)
         if self._ranks is not None:
             self._ranks.meet()
         parameters = dict(self._model.named_parameters())
