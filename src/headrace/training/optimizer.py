@@ -87,7 +87,7 @@ class Optimizer:
         )
         self._named = {name: local_part(p) for name, p in self._parameters.items()}
         self._clip_norm = config.clip_norm
-        self._optimizers = _optimizers(model, self._named, config, self._parameters)
+        self._optimizers = self._make(model, config)
         self._optimizer_of = {
             id(p): optimizer
             for optimizer in self._optimizers
@@ -100,6 +100,23 @@ class Optimizer:
             and all(isinstance(optimizer, torch.optim.AdamW) for optimizer in self._optimizers)
             and all(p.device.type == "cuda" for p in self._named.values())
         )
+
+    def _make(self, model: torch.nn.Module, config: TrainingConfig) -> list[torch.optim.Optimizer]:
+        named = self._named
+        for pattern in config.learning_rates:
+            if not any(pattern in name for name in named):
+                raise UserError(f"[training] learning_rates: no trainable parameter has {pattern!r} in its name")
+        hidden = hidden_matrices(model) if config.optimizer == "muon" else set()
+        betas = config.beta1, config.beta2
+        made: list[torch.optim.Optimizer] = []
+        if groups := _groups({name: p for name, p in named.items() if name in hidden}, config):
+            made.append(Muon(groups, lr=0.0, wholes={p: self._parameters[name] for name, p in named.items()}))
+        if groups := _groups({name: p for name, p in named.items() if name not in hidden}, config):
+            if config.optimizer == "adamw_8bit":
+                made.append(_adamw_8bit(groups, betas))
+            else:
+                made.append(torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True))
+        return made
 
     def begin(self, rate: float) -> Callable[[], Applied]:
         """Clip the gradients by their global norm, make a step, and drop the gradients. On a GPU this is only enqueued.
@@ -206,27 +223,6 @@ def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"].fill_(rate * group["factor"])
         else:
             group["lr"] = rate * group["factor"]
-
-
-def _optimizers(
-    model: torch.nn.Module,
-    named: Mapping[str, torch.nn.Parameter],
-    config: TrainingConfig,
-    wholes: Mapping[str, torch.nn.Parameter],
-) -> list[torch.optim.Optimizer]:
-    """Build the configured optimizers for this rank's parts of the parameters. `wholes` are the whole parameters."""
-    for pattern in config.learning_rates:
-        if not any(pattern in name for name in named):
-            raise UserError(f"[training] learning_rates: no trainable parameter has {pattern!r} in its name")
-    hidden = hidden_matrices(model) if config.optimizer == "muon" else set()
-    betas = config.beta1, config.beta2
-    made: list[torch.optim.Optimizer] = []
-    if groups := _groups({name: p for name, p in named.items() if name in hidden}, config):
-        made.append(Muon(groups, lr=0.0, wholes={p: wholes[name] for name, p in named.items()}))
-    if groups := _groups({name: p for name, p in named.items() if name not in hidden}, config):
-        eight = config.optimizer == "adamw_8bit"
-        made.append(_adamw_8bit(groups, betas) if eight else torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True))
-    return made
 
 
 def hidden_matrices(model: torch.nn.Module) -> set[str]:
