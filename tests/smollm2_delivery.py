@@ -33,7 +33,6 @@ from headrace.delivery.transports.cuda_ipc import CudaIpcSender, read_ticket
 from headrace.delivery.transports.segments import MappedSegment
 from headrace.delivery.transports.tcp_server import TcpSender
 from headrace.engines.base import Delta, Request, Sampling
-from headrace.engines.embedded.building import lora_spec
 from headrace.engines.embedded.core import EngineCore
 from headrace.errors import WrongBase
 from headrace.models.loading import load_model, named_weights
@@ -251,7 +250,7 @@ def test_of_a_lora_run_only_the_adapter_travels_and_is_served_as_trained(
     trainer = new_trainer(learning_rate=1e-3, lora=lora, device=device)
     model = load_model(MODEL, device=device)
     base = digest_as(named_weights(model), "float32")
-    engine = new_engine("engine-0", model=model, adapter=Adapter(model, lora_spec(lora), "merged"), base_digest=base)
+    engine = new_engine("engine-0", model=model, adapter=Adapter(model, lora, "merged"), base_digest=base)
     own = sum(tensor.nbytes for tensor in trainer.weights().values())
     assert own == 16 * 4 * sum(
         layer.in_features + layer.out_features

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headrace.config.schema import EngineConfig
+from headrace.config.schema import EngineConfig, LoraConfig
 from headrace.delivery import transports
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.digest import digest_as
@@ -29,10 +29,10 @@ from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.engine import EngineLoop
 from headrace.models.attention import ATTENTION
 from headrace.models.loading import named_weights
-from headrace.models.lora import Adapter, LoraSpec
+from headrace.models.lora import Adapter
 
 KINDS = ("full", "delta", "adapter")
-LORA = LoraSpec(rank=4, alpha=6.0, targets=("q_proj", "v_proj", "down_proj"))
+LORA = LoraConfig(rank=4, alpha=6.0, targets=["q_proj", "v_proj", "down_proj"])
 VOCABULARY = 64
 CANARY = np.arange(1, 13, dtype=np.int32)
 LONGEST = 4096

@@ -9,10 +9,11 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
 from tiny_models import join, make_model, plain, prompts, reference_greedy, reference_logprobs, request, run_out
 
-from headrace.config.schema import EngineConfig
+from headrace.config.schema import EngineConfig, LoraConfig
 from headrace.delivery.base import Manifest
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import sender
@@ -21,11 +22,11 @@ from headrace.engines.base import Delta
 from headrace.engines.embedded.core import EngineCore
 from headrace.errors import DeliveryError
 from headrace.models.loading import named_weights
-from headrace.models.lora import Adapter, LoraSpec, adapter_weights
+from headrace.models.lora import Adapter, adapter_weights
 from headrace.models.selfcheck import check_model
 
 Mode = Literal["merged", "unmerged"]
-SPEC = LoraSpec(rank=4, alpha=6.0, targets=("q_proj", "v_proj", "o_proj", "down_proj"))
+SPEC = LoraConfig(rank=4, alpha=6.0, targets=["q_proj", "v_proj", "o_proj", "down_proj"])
 CANARY = np.arange(1, 9, dtype=np.int32)
 BASE = make_model("llama")
 
@@ -34,7 +35,7 @@ class LoraTrainer:
     """Publishes adapters of one peft model. Version v is the adapter of seed v; 0 is the base model itself."""
 
     def __init__(self) -> None:
-        config = LoraConfig(r=SPEC.rank, lora_alpha=SPEC.alpha, target_modules=list(SPEC.targets))
+        config = PeftConfig(r=SPEC.rank, lora_alpha=SPEC.alpha, target_modules=SPEC.targets)
         self._model = get_peft_model(plain(BASE), config).eval()
         self._adapter = adapter_weights(self._model)
         self._publisher = Publisher(sender("shm", SenderSettings(run_id=uuid.uuid4().hex[:8])), "float32", 1e-3, CANARY)

@@ -22,7 +22,6 @@ from headrace.config.schema import AlgorithmConfig, EngineConfig, LoraConfig, Tr
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import WITHOUT_GPU, sender
 from headrace.delivery.transports.base import SenderSettings
-from headrace.engines.embedded.building import lora_spec
 from headrace.engines.embedded.core import EngineCore
 from headrace.models.lora import Adapter, frozen_linears
 from headrace.models.rounding import round_weights
@@ -69,7 +68,7 @@ def test_the_engine_serves_the_trainers_model(
     changes = {"tie_word_embeddings": False}
     trainer = trainer_of(family, lora, **changes)
     model = make_model(family, **changes)
-    adapter = Adapter(model, lora_spec(lora), serve)
+    adapter = Adapter(model, lora, serve)
     check_model(model)
     core = EngineCore(model, EngineConfig(slots=4, block_size=4), name="e", max_length=64, adapter=adapter)
     publisher = Publisher(sender("shm", SenderSettings(run_id=uuid.uuid4().hex[:8])), "float32", 1e-4, CANARY)

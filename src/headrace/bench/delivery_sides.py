@@ -29,6 +29,7 @@ from headrace.bench.base import Weights, load, vocabulary_of
 from headrace.bench.engine_checks import plain_twin, score_canary
 from headrace.bench.timing import REPEATS, median_seconds
 from headrace.channel.codec import decode, encode
+from headrace.config.schema import LoraConfig
 from headrace.delivery.base import Kind, Manifest
 from headrace.delivery.canary import Score, canary_sequence
 from headrace.delivery.copying import copy_all
@@ -38,7 +39,7 @@ from headrace.delivery.transports import sender
 from headrace.delivery.transports.base import SenderSettings
 from headrace.errors import HeadraceError
 from headrace.models.loading import named_weights
-from headrace.models.lora import ALL_LINEAR, Adapter, LoraSpec
+from headrace.models.lora import Adapter
 from headrace.types import Float32Array, Int32Array
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -206,7 +207,7 @@ def served_adapter(model: Any) -> tuple[Adapter, int]:
     Return the adapter and the digest of the weights under it.
     """
     base = digest(named_weights(model).items())
-    return Adapter(model, LoraSpec(rank=RANK, alpha=2.0 * RANK, targets=(ALL_LINEAR,)), "merged"), base
+    return Adapter(model, LoraConfig(rank=RANK, alpha=2.0 * RANK), "merged"), base
 
 
 def flip_words(tensor: torch.Tensor, share: float, draw: torch.Generator) -> torch.Tensor:

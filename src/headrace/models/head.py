@@ -65,7 +65,15 @@ class WideHead:
     """The head of one model while one row is read: forward, and again in the backward pass."""
 
     def __init__(self, model: Any) -> None:
-        self._forwards = [(layer, _wide(layer)) for layer in _half_matrices(model)]
+        head = model.get_output_embeddings()
+        # The 16-bit matrices with an output for each token are the head's, and what an adapter adds to the head.
+        self._forwards = [
+            (layer, _wide(layer))
+            for layer in head.modules()
+            if type(layer) is torch.nn.Linear
+            and layer.weight.shape[0] == head.weight.shape[0]
+            and layer.weight.dtype in HALF
+        ]
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
@@ -75,17 +83,6 @@ class WideHead:
                 layer.__dict__["forward"] = forward
                 undo.callback(layer.__dict__.pop, "forward")
             yield
-
-
-def _half_matrices(model: Any) -> list[torch.nn.Linear]:
-    """Return the 16-bit matrices with an output for each token: the head's, and what an adapter adds to the head."""
-    head = model.get_output_embeddings()
-    tokens = head.weight.shape[0]
-    return [
-        layer
-        for layer in head.modules()
-        if type(layer) is torch.nn.Linear and layer.weight.shape[0] == tokens and layer.weight.dtype in HALF
-    ]
 
 
 def _wide(layer: torch.nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:

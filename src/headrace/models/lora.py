@@ -10,16 +10,15 @@ the same way, or is refused with a one-line error. Nothing is left out silently.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from headrace.errors import ModelError, UserError
+from headrace.config.schema import LoraConfig
+from headrace.errors import ModelError
 from headrace.models.rounding import FourBitLinear
 
 ALL_LINEAR = "all-linear"
@@ -165,31 +164,6 @@ _PEFT_PLACE = re.compile(r"^base_model\.model\.|\.base_layer(?=\.|$)")
 _ADAPTER = "default"
 
 
-@dataclass(frozen=True)
-class LoraSpec:
-    """The weights that an adapter changes, and how strongly. `find_targets` explains targets and modules."""
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-    use_rslora: bool = False
-    modules: tuple[str, ...] = ()
-    """The modules that are trained in full beside the adapter, and delivered with it."""
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise UserError(f"a LoRA adapter needs a rank of at least 1, not {self.rank}")
-        if not 0 < self.alpha < math.inf:
-            raise UserError(f"a LoRA adapter needs a finite alpha above 0, not {self.alpha}")
-        if not self.targets or not all(self.targets):
-            raise UserError(f"a LoRA adapter needs targets, such as q_proj and v_proj, or {ALL_LINEAR}")
-
-    @property
-    def scaling(self) -> float:
-        """The factor of the product of the adapter's two matrices."""
-        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
-
-
 class Adapter:
     """An adapter on a served model: merged into the live weights, or beside them.
 
@@ -199,41 +173,31 @@ class Adapter:
     weights again in every pass.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        spec: LoraSpec,
-        mode: Literal["merged", "unmerged"],
-        *,
-        seed: int = 0,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Give this model an adapter that changes nothing yet (B is zero; A depends on `seed` alone).
+    def __init__(self, model: Any, config: LoraConfig, mode: Literal["merged", "unmerged"]) -> None:
+        """Give this model an adapter that changes nothing yet: all its matrices are zero.
 
-        `dtype` is that of the adapter's tensors. By default they are float32 where they are merged, because only swaps
-        read them, and of their layer's dtype where they are not; a wider dtype casts activations. An unmerged adapter
-        replaces the targeted modules, so add it before layers are compiled or graphs are captured.
+        The adapter's tensors are float32 where they are merged, because only swaps read them, and of their layer's
+        dtype where they are not. An unmerged adapter replaces the targeted modules, so add it before layers are
+        compiled or graphs are captured.
 
         Raises a one-line `ModelError` for a target that is missing, is not an `nn.Linear`, or shares its weight.
         """
-        targets = find_targets(model, spec.targets, spec.modules)
-        self._scaling = spec.scaling
+        targets = find_targets(model, tuple(config.targets), tuple(config.modules))
+        self._scaling = config.scaling
         self._weights = targets.full_weights()
         self._merges: list[_Merge] = []
         live = dict(targets.stacks)
         if mode == "merged":
             live |= {name: layer.weight.detach() for name, layer in targets.linears.items()}
         elif targets.linears:
-            _inject(model, spec, targets)
-        for name, drawn in _initial(targets, spec.rank, torch.Generator().manual_seed(seed)):
+            _inject(model, config, targets)
+        for name, shapes in targets.shapes(config.rank).items():
             if name in live:
-                a, b = (part.to(live[name].device, dtype or torch.float32) for part in drawn)
+                a, b = (torch.zeros(shape, dtype=torch.float32, device=live[name].device) for shape in shapes)
                 self._merges.append(_Merge(live[name], live[name].clone(), a, b))
             else:
                 wrapped = model.get_submodule(name)
-                a, b = (getattr(wrapped, side)[_ADAPTER].to(dtype).weight.detach() for side in ("lora_A", "lora_B"))
-                a.copy_(drawn[0])
-                b.copy_(drawn[1])
+                a, b = (getattr(wrapped, side)[_ADAPTER].weight.detach().zero_() for side in ("lora_A", "lora_B"))
             self._weights |= _named(name, a, b)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -250,20 +214,21 @@ class Adapter:
                 merge.apply(self._scaling)
 
 
-def _inject(model: Any, spec: LoraSpec, targets: Targets) -> None:
+def _inject(model: Any, config: LoraConfig, targets: Targets) -> None:
     """Replace the targeted linear layers by peft's layers."""
-    from peft import LoraConfig, inject_adapter_in_model  # late: it takes seconds, and merging does not need it
+    # The import is late: it takes seconds, and merging does not need it.
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
 
-    config = LoraConfig(
-        r=spec.rank,
-        lora_alpha=spec.alpha,
-        use_rslora=spec.use_rslora,
+    settings = PeftConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
         target_modules=[f"model.{name}" for name in targets.linears],
         inference_mode=True,
     )
     with torch.random.fork_rng(devices=[]):
         # The wrapper is a plain module: from the model's own config, peft would infer more targets (a MoE's experts).
-        inject_adapter_in_model(config, nn.ModuleDict({"model": model}))
+        inject_adapter_in_model(settings, nn.ModuleDict({"model": model}))
     model.train(model.training)  # sets the mode of the new layers too
 
 
@@ -309,16 +274,6 @@ class _Merge:
             part = slice(start, start + step)
             product = b[part] @ (a[part] if stacked else a)
             torch.add(self.pristine[part], product, alpha=-scaling, out=self.live[part])
-
-
-def _initial(
-    targets: Targets, rank: int, generator: torch.Generator
-) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Yield A and B as peft initialises them, drawn on the CPU in float32: device and dtype do not change the draw."""
-    for name, (a_shape, b_shape) in targets.shapes(rank).items():
-        a = torch.empty(a_shape, dtype=torch.float32)
-        nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
-        yield name, (a, torch.zeros(b_shape, dtype=torch.float32))
 
 
 def _named(name: str, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -26,24 +26,21 @@ _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of one module that read the same input. One product computes all of them."""
 
 
-class PackedLinears:
-    """The linear layers of a model, computed from packed copies wherever no gradient is needed.
+def pack_linears(model: nn.Module) -> int | None:
+    """Compute a model's linear layers from packed copies wherever no gradient is needed.
 
-    Copies follow their parameters automatically, except after writes that torch does not count (through `.data`), which
-    nothing may do to a served model. The packed layers take their memory a second time.
+    Return the number of packed products, which several layers may share. Return None if layers cannot be packed: they
+    must be in float32 on a CPU, in a torch with oneDNN. Copies follow their parameters automatically, except after
+    writes that torch does not count (through `.data`), which nothing may do to a served model. The packed layers take
+    their memory a second time.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        """Pack the layers. `model` must be in float32 on a CPU (see `can_pack`)."""
-        self._products = [
-            _Product(linears)
-            for linears in _groups(model)
-            if sum(member.weight.numel() for member in linears) >= SMALLEST
-        ]
-
-    def __len__(self) -> int:
-        """Return how many products are packed. Several layers may share one product."""
-        return len(self._products)
+    on_cpu = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in model.parameters())
+    if not on_cpu or not torch._C._has_mkldnn:
+        return None
+    groups = [members for members in _groups(model) if sum(m.weight.numel() for m in members) >= SMALLEST]
+    for members in groups:
+        _Product(members)  # the forward functions of the members hold it
+    return len(groups)
 
 
 @contextmanager
@@ -67,11 +64,6 @@ def small_products() -> Iterator[None]:
             _inside -= 1
             if not _inside:
                 torch._C._set_mkldnn_enabled(_before)
-
-
-def can_pack(model: nn.Module) -> bool:
-    """Return whether this model's layers can be packed: float32 on a CPU, in a torch with oneDNN."""
-    return torch._C._has_mkldnn and all(p.device.type == "cpu" and p.dtype == torch.float32 for p in model.parameters())
 
 
 def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:

@@ -87,7 +87,7 @@ class Optimizer:
         )
         self._named = {name: local_part(p) for name, p in self._parameters.items()}
         self._clip_norm = config.clip_norm
-        self._optimizers = _optimizers(model, self._named, config, self._parameters)
+        self._optimizers = self._make(model, config)
         self._optimizer_of = {
             id(p): optimizer
             for optimizer in self._optimizers
@@ -100,6 +100,23 @@ class Optimizer:
             and all(isinstance(optimizer, torch.optim.AdamW) for optimizer in self._optimizers)
             and all(p.device.type == "cuda" for p in self._named.values())
         )
+
+    def _make(self, model: torch.nn.Module, config: TrainingConfig) -> list[torch.optim.Optimizer]:
+        named = self._named
+        for pattern in config.learning_rates:
+            if not any(pattern in name for name in named):
+                raise UserError(f"[training] learning_rates: no trainable parameter has {pattern!r} in its name")
+        hidden = hidden_matrices(model) if config.optimizer == "muon" else set()
+        betas = config.beta1, config.beta2
+        made: list[torch.optim.Optimizer] = []
+        if groups := _groups({name: p for name, p in named.items() if name in hidden}, config):
+            made.append(Muon(groups, lr=0.0, wholes={p: self._parameters[name] for name, p in named.items()}))
+        if groups := _groups({name: p for name, p in named.items() if name not in hidden}, config):
+            if config.optimizer == "adamw_8bit":
+                made.append(_adamw_8bit(groups, betas))
+            else:
+                made.append(torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True))
+        return made
 
     def begin(self, rate: float) -> Callable[[], Applied]:
         """Clip the gradients by their global norm, make a step, and drop the gradients. On a GPU this is only enqueued.
@@ -165,7 +182,14 @@ class Optimizer:
             kind, _, name = key.partition("/")
             kind, dot, piece = kind.partition(".")
             saved.setdefault((kind, name), {})[dot + piece] = tensor
-        self._create_states({name for _, name in saved} & self._named.keys())
+        # A step of size zero makes the optimizers create their states. It leaves the weights as they are, and the saved
+        # states replace what it counted.
+        for name in {name for _, name in saved} & self._named.keys():
+            self._named[name].grad = torch.zeros_like(self._named[name])
+        for optimizer in self._optimizers:
+            _set_rate(optimizer, 0.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         for (kind, name), pieces in saved.items():
             p = self._named.get(name)
             state = {} if p is None else self._optimizer_of[id(p)].state[p]
@@ -185,15 +209,6 @@ class Optimizer:
             for piece, tensor in present.items():
                 tensor.copy_(pieces[piece])
 
-    def _create_states(self, names: Iterable[str]) -> None:
-        """Make the optimizers create their states, by a step of size zero that leaves the weights unchanged."""
-        for name in names:
-            self._named[name].grad = torch.zeros_like(self._named[name])
-        for optimizer in self._optimizers:
-            _set_rate(optimizer, 0.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
 
 def _pieces(state: Any) -> dict[str, torch.Tensor]:
     """Return the plain tensors of a state: the state itself, or the tensors inside it."""
@@ -208,27 +223,6 @@ def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"].fill_(rate * group["factor"])
         else:
             group["lr"] = rate * group["factor"]
-
-
-def _optimizers(
-    model: torch.nn.Module,
-    named: Mapping[str, torch.nn.Parameter],
-    config: TrainingConfig,
-    wholes: Mapping[str, torch.nn.Parameter],
-) -> list[torch.optim.Optimizer]:
-    """Build the configured optimizers for this rank's parts of the parameters. `wholes` are the whole parameters."""
-    for pattern in config.learning_rates:
-        if not any(pattern in name for name in named):
-            raise UserError(f"[training] learning_rates: no trainable parameter has {pattern!r} in its name")
-    hidden = hidden_matrices(model) if config.optimizer == "muon" else set()
-    betas = config.beta1, config.beta2
-    made: list[torch.optim.Optimizer] = []
-    if groups := _groups({name: p for name, p in named.items() if name in hidden}, config):
-        made.append(Muon(groups, lr=0.0, wholes={p: wholes[name] for name, p in named.items()}))
-    if groups := _groups({name: p for name, p in named.items() if name not in hidden}, config):
-        eight = config.optimizer == "adamw_8bit"
-        made.append(_adamw_8bit(groups, betas) if eight else torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True))
-    return made
 
 
 def hidden_matrices(model: torch.nn.Module) -> set[str]:
@@ -390,19 +384,19 @@ def _strides(shape: Sequence[int]) -> list[int]:
 class HalfWeights:
     """Two copies of a model's weights: a 16-bit copy that the passes read, and masters that the optimizer updates.
 
-    Making this object changes the model's parameters to `dtype` in place. Call `collect` after each pass, and `refresh`
+    Making this object casts the model's parameters to bfloat16 in place. Call `collect` after each pass, and `refresh`
     after each optimizer step. Then the gradients of all passes are added up in the dtype of the masters, and between
     two steps the 16-bit copy always equals the rounded masters. The masters keep the memory of the model's original
     weights, so code that holds those tensors sees every step.
     """
 
-    def __init__(self, model: torch.nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         self.masters: dict[str, torch.nn.Parameter] = {}
         """The master weights of the trainable parameters, by name. The optimizer updates these."""
         self._copies: dict[str, torch.nn.Parameter] = {}
         for name, parameter in model.named_parameters():
             whole = parameter.data
-            parameter.data = whole.to(dtype)
+            parameter.data = whole.to(torch.bfloat16)
             if parameter.requires_grad:
                 self.masters[name] = torch.nn.Parameter(whole)
                 self._copies[name] = parameter

@@ -36,11 +36,6 @@ class StoredWeights:
         self._live = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
         self._copies = {name: tensor.clone() for name, tensor in self._live.items()}
 
-    def take(self) -> None:
-        """Copy the current weights."""
-        for name, copy in self._copies.items():
-            copy.copy_(self._live[name])
-
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the copies by name. Writing into them changes the stored weights."""
         return self._copies
@@ -142,9 +137,8 @@ class Policies:
 
     def _begun(self, version: int) -> StoredWeights:
         """Return the weights with which this version began: those before its first batch was trained."""
-        if self._proximal is None:
+        if self._proximal is None or version != self._version:
+            self._proximal = None  # its memory is free before the next copy is made
             self._proximal = StoredWeights(self._model)
-        elif version != self._version:
-            self._proximal.take()
         self._version = version
         return self._proximal

@@ -232,13 +232,10 @@ def on_whole_matrices(
     `part` is cut like `parameter`. Every rank gathers the matrices and computes all of them, unless a stack is cut only
     between its matrices. All ranks must make the same calls.
     """
-    if not isinstance(parameter, DTensor) or not _cuts_matrices(parameter):
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    if not any(getattr(placement, "dim", -1) >= parameter.ndim - 2 for placement in placements):
         return function(part)
     return own_part(function(whole_tensor(placed_like(part, parameter))), parameter).to(part.device)
-
-
-def _cuts_matrices(parameter: DTensor) -> bool:
-    return any(getattr(placement, "dim", -1) >= parameter.ndim - 2 for placement in parameter.placements)
 
 
 def global_norm(gradients: Iterable[torch.Tensor], ranks: Ranks | None) -> torch.Tensor:

@@ -237,9 +237,6 @@ def _row(families: Sequence[Family], join_cost: float) -> MicroBatch:
     positions: list[Index] = []
     segments: list[Segment] = []
     predictors: list[Index] = []
-    targets: list[Int32Array] = []
-    sources: list[Index] = []
-    sequences: list[Index] = []
     routing: list[Int16Array] = []
     filled = 0
 
@@ -268,17 +265,15 @@ def _row(families: Sequence[Family], join_cost: float) -> MicroBatch:
             predictors.append(
                 own if prefix is None else np.where(places < family.prefix, segments[prefix].end - 1, own)
             )
-            targets.append(member.targets)
-            sources.append(member.offset + member.trained)
-            sequences.append(np.full(len(member.trained), len(sequences)))
+    members = [member for family in families for member in family.members]
     return MicroBatch(
         token_ids=np.concatenate(tokens).astype(np.int64),
-        position_ids=np.concatenate(positions).astype(np.int64),
+        position_ids=np.concatenate(positions),
         segments=tuple(segments),
-        predictors=np.concatenate(predictors).astype(np.int64),
-        targets=np.concatenate(targets).astype(np.int64),
-        sources=np.concatenate(sources).astype(np.int64),
-        sequences=np.concatenate(sequences).astype(np.int64),
+        predictors=np.concatenate(predictors),
+        targets=np.concatenate([member.targets for member in members]).astype(np.int64),
+        sources=np.concatenate([member.offset + member.trained for member in members]),
+        sequences=np.repeat(np.arange(len(members)), [len(member.trained) for member in members]),
         routing=np.concatenate(routing) if routing else None,
         join_cost=join_cost,
     )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,6 @@ class Trainer:
     ) -> None:
         """Build the trainer. `chunk_elements` limits how many logits exist at once, if the default does not suit."""
         self.model = model.eval()
-        self._chunk_elements = chunk_elements
         if adapter is not None:
             # The adapter must find its tensors after sharding, and before 16-bit copies replace the master weights.
             adapter.find_weights()
@@ -90,6 +89,14 @@ class Trainer:
             self.model, self._needs, teacher=teacher, switched_off=adapter.disabled if adapter is not None else None
         )
         self._saver = Saver(model, self._policies, ranks=ranks, half=self._half, adapter=adapter)
+        self._accumulate = partial(
+            accumulate,
+            model,
+            micro_batch_tokens=training.micro_batch_tokens,
+            share_prefixes=training.share_prefixes,
+            ranks=ranks,
+            chunk_elements=chunk_elements,
+        )
         self._training = training
         self._warm_start = warm_start
         self._total_steps = total_steps
@@ -114,18 +121,13 @@ class Trainer:
         policy = batch.objective == "policy"
         if self._state.objective not in ("", batch.objective):
             self._optimizer = self._new_optimizer()
-        gradients = accumulate(
-            self.model,
+        gradients = self._accumulate(
             batch,
             self._policy_loss if policy else imitation,
-            micro_batch_tokens=self._training.micro_batch_tokens,
-            share_prefixes=self._training.share_prefixes,
             policies=self._policies.of(batch) if policy else None,
             entropy=self._needs.entropy if policy else "none",
-            ranks=self._ranks,
             half=self._half,
             dropout=self._dropout,
-            chunk_elements=self._chunk_elements,
             spans=self._spans,
         )
         rate = self._rate(batch)
@@ -175,15 +177,7 @@ class Trainer:
         try:
             vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
             for batch in warm_up_batches(vocabulary, self._training.micro_batch_tokens):
-                accumulate(
-                    self.model,
-                    batch,
-                    imitation,
-                    micro_batch_tokens=self._training.micro_batch_tokens,
-                    share_prefixes=self._training.share_prefixes,
-                    ranks=self._ranks,
-                    chunk_elements=self._chunk_elements,
-                )
+                self._accumulate(batch, imitation)
         except layers.failure as error:
             layers.give_up(error)
         finally:

@@ -18,7 +18,7 @@ from headrace.engines.base import Request, Sampling
 from headrace.engines.embedded.core import EngineCore
 from headrace.models import prepack
 from headrace.models.loading import load_model, named_weights
-from headrace.models.prepack import PackedLinears, can_pack, small_products
+from headrace.models.prepack import pack_linears, small_products
 from headrace.models.selfcheck import check_model
 
 SIZES = {
@@ -76,9 +76,8 @@ def greedy(model: Any, prompts: list[list[int]], count: int) -> list[tuple[list[
 
 def test_an_engine_on_packed_layers_answers_like_plain_transformers(directory: Path) -> None:
     model = load_model(directory)
-    packed = PackedLinears(model)
     # By layer: q, k and v in one product, gate and up in one, o, down; and the head.
-    assert len(packed) == 2 * 4 + 1
+    assert pack_linears(model) == 2 * 4 + 1
     check_model(model)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 300, n).tolist() for n in (1, 3, 9, 17, 6)]
@@ -93,7 +92,7 @@ def test_an_engine_on_packed_layers_answers_like_plain_transformers(directory: P
 @pytest.mark.parametrize("rows", [1, 2, 7, 32, 100])
 def test_every_layer_equals_a_float64_product(directory: Path, rows: int) -> None:
     model = load_model(directory)
-    PackedLinears(model)
+    pack_linears(model)
     torch.manual_seed(rows)
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -109,7 +108,7 @@ def test_every_layer_equals_a_float64_product(directory: Path, rows: int) -> Non
 def test_weights_that_are_copied_in_are_the_ones_that_answer(directory: Path, threads: int) -> None:
     model, reference = load_model(directory), plain(directory)
     before = digest(named_weights(model).items())
-    PackedLinears(model)
+    pack_linears(model)
     assert digest(named_weights(model).items()) == before
     ids = np.arange(9, dtype=np.int32)
     score = EngineCore(model, EngineConfig(slots=2), name="e", max_length=64, version=0).score
@@ -138,7 +137,7 @@ def test_siblings_answer_for_their_own_input_in_any_order() -> None:
     torch.manual_seed(0)
     module = Attention()
     wanted = {name: (m.weight.detach().clone(), m.bias.detach().clone()) for name, m in module.named_children()}
-    assert len(PackedLinears(module)) == 1
+    assert pack_linears(module) == 1
     inputs = [torch.randn(1, 5, 16), torch.randn(1, 5, 16)]
     calls = [("q_proj", 0), ("k_proj", 1), ("v_proj", 0), ("v_proj", 1), ("q_proj", 1), ("q_proj", 1), ("k_proj", 0)]
     with torch.inference_mode():
@@ -149,7 +148,7 @@ def test_siblings_answer_for_their_own_input_in_any_order() -> None:
 
 def test_gradients_are_those_of_the_plain_layer() -> None:
     layer = nn.Linear(8, 6)
-    PackedLinears(nn.Sequential(layer))
+    pack_linears(nn.Sequential(layer))
     x = torch.randn(5, 8)
     layer(x).sum().backward()
     assert layer.weight.grad is not None
@@ -159,7 +158,7 @@ def test_gradients_are_those_of_the_plain_layer() -> None:
 def test_a_changed_input_is_not_answered_from_the_last_one() -> None:
     """A whole round of siblings leaves nothing behind: the same tensor, changed in place, is multiplied anew."""
     module = Attention()
-    PackedLinears(module)
+    pack_linears(module)
     x = torch.zeros(1, 3, 16)
     with torch.inference_mode():
         for value in (0.0, 1.0):
@@ -171,8 +170,8 @@ def test_a_changed_input_is_not_answered_from_the_last_one() -> None:
 
 def test_small_products_and_other_dtypes_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepack, "SMALLEST", 8 * 6 + 1)
-    assert len(PackedLinears(nn.Sequential(nn.Linear(8, 6), nn.Linear(8, 7)))) == 1
-    assert not can_pack(nn.Linear(8, 6).to(torch.bfloat16))
+    assert pack_linears(nn.Sequential(nn.Linear(8, 6), nn.Linear(8, 7))) == 1
+    assert pack_linears(nn.Linear(8, 7).to(torch.bfloat16)) is None
 
 
 def test_small_products_leave_onednn_as_it_was() -> None:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from random_models import twins
+from torch.distributed.tensor import DTensor
 
 from headrace.config.schema import TrainingConfig
 from headrace.errors import UserError
@@ -22,6 +23,7 @@ from headrace.training.optimizer import (
     learning_rate,
     orthogonalised,
 )
+from headrace.training.ranks import join, local_tensor, placed_like, shard_model
 
 
 def rates(schedule, warmup_steps, total_steps):
@@ -135,6 +137,40 @@ def test_restored_moments_continue_bit_for_bit():
         set_gradients(second, seed)
         rest.begin(0.05)()
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), second.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_restoring_changes_no_weight_and_counts_no_step(tmp_path, name, sharded):
+    config = TrainingConfig(optimizer=name, weight_decay=0.1)
+    ranks = join(tmp_path / "store", 0, 1, tensor_parallel=1, device="cpu", timeout=60) if sharded else None
+    try:
+        trained, resumed = Tiny(), Tiny()
+        with torch.no_grad():
+            resumed.matrix[0, 0] = -0.0
+        for model in (trained, resumed) if ranks else ():
+            shard_model(model, [], ranks, config)
+        first, second = (Optimizer(model, config, ranks) for model in (trained, resumed))
+        start = {key: local_tensor(p.detach()).clone() for key, p in resumed.named_parameters()}
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            for p in (trained.matrix, trained.vector):
+                p.grad = placed_like(torch.randn(p.shape, generator=generator), p)
+            assert first.begin(0.05)().changed
+        saved = {key: tensor.clone() for key, tensor in first.tensors().items()}
+        second.restore(saved)
+        for key, p in resumed.named_parameters():
+            assert isinstance(p, DTensor) == sharded
+            assert torch.equal(local_tensor(p.detach()).view(torch.int32), start[key].view(torch.int32)), key
+            assert p.grad is None
+        found = second.tensors()
+        assert found.keys() == saved.keys()
+        assert ("momentum_buffer/matrix" in found) == (name == "muon")
+        assert all(torch.equal(found[key], tensor) for key, tensor in saved.items())
+        assert {float(tensor) for key, tensor in found.items() if key.startswith("step/")} == {3.0}
+    finally:
+        if ranks:
+            ranks.leave()
 
 
 def test_the_update_ratio_by_hand():

@@ -40,7 +40,7 @@ from headrace.engines.embedded.setup import choose_device, give_way_to_decoding
 from headrace.engines.serving import Submit, begin, send_deltas
 from headrace.errors import UserError
 from headrace.models.loading import load_model, named_weights
-from headrace.models.lora import Adapter, LoraSpec, frozen_linears
+from headrace.models.lora import Adapter, frozen_linears
 from headrace.models.rounding import round_weights
 from headrace.models.selfcheck import check_model
 
@@ -51,11 +51,6 @@ def longest_sequence(configured: int, model: Any) -> int:
     """Return the length of the longest sequence that an engine takes: as configured, within the model's positions."""
     limit = int(getattr(model.config, "max_position_embeddings", LONGEST_DEFAULT))
     return min(configured or LONGEST_DEFAULT, limit)
-
-
-def lora_spec(lora: LoraConfig) -> LoraSpec:
-    """Return the LoRA settings of `[lora]` that an engine needs."""
-    return LoraSpec(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), modules=tuple(lora.modules))
 
 
 def share_beside_trainer(config: Config, total: int) -> float:
@@ -119,7 +114,7 @@ def build(link: WorkerLink, config: Config) -> EngineLoop:
             if config.lora.base == "nf4":
                 _round_as_the_trainer(model, config, config.lora)
             base_digest = digest_as(named_weights(model), config.model.dtype)
-            adapter = Adapter(model, lora_spec(config.lora), config.lora.serve)
+            adapter = Adapter(model, config.lora, config.lora.serve)
         max_length = longest_sequence(config.engine.max_length, model)
         check_model(model, max_length)
     link.phase = "preparing"

@@ -25,7 +25,7 @@ from headrace.engines.embedded.sequence import Sampled
 from headrace.engines.embedded.transfer import Arriving
 from headrace.models.attention import AttentionCall, attending
 from headrace.models.experts import RoutingRecorder, RoutingShape, recording
-from headrace.models.prepack import PackedLinears, can_pack, small_products
+from headrace.models.prepack import pack_linears, small_products
 from headrace.types import Int32Array
 
 BAND_TOKENS = 512
@@ -44,7 +44,7 @@ class HostRunner(Runner):
         self._cache = KVCache(blocks, block_size)
         self._routing = routing
         self._device: torch.device = next(model.parameters()).device
-        self._packed = PackedLinears(model) if can_pack(model) else None
+        self._packed = pack_linears(model)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, version: int) -> list[Sampled]:

@@ -74,13 +74,10 @@ def final_path(partial: Path) -> Path:
     return partial.parent / partial.name.removeprefix(_PARTIAL)
 
 
-def begin_checkpoint(directory: Path, state: TrainerState) -> Path:
-    """Create a hidden directory for a checkpoint, and remove what crashed writes left."""
-    directory.mkdir(parents=True, exist_ok=True)
-    clean(directory)
-    partial = partial_path(directory, state)
+def begin_checkpoint(partial: Path) -> None:
+    """Create the hidden directory of a checkpoint, and remove what crashed writes left."""
+    clean(partial.parent)
     (partial / "trainer").mkdir(parents=True)
-    return partial
 
 
 def finish_checkpoint(partial: Path, state: TrainerState) -> Path:
@@ -125,16 +122,15 @@ def incomplete(directory: Path) -> list[str]:
     return [path.name for path in _named(directory) if _record(path) is None]
 
 
-def delete_ahead(directory: Path, last_step: int) -> list[str]:
-    """Delete checkpoints with more than `last_step` policy steps, and return their names.
+def delete_ahead(directory: Path, last_step: int) -> None:
+    """Delete checkpoints with more than `last_step` policy steps.
 
     Only the one writer of the directory may call this. A run that was killed may not have recorded its last steps, so
     nobody knows what such a checkpoint was trained on.
     """
-    ahead = [path for path, state in _complete(directory).items() if state.policy_steps > last_step]
-    for checkpoint in ahead:
-        _delete(checkpoint)
-    return [path.name for path in ahead]
+    for checkpoint, state in _complete(directory).items():
+        if state.policy_steps > last_step:
+            _delete(checkpoint)
 
 
 def by_name(directory: Path) -> dict[str, Path]:
@@ -147,13 +143,11 @@ def by_version(directory: Path) -> dict[int, Path]:
     return {state.version: path for path, state in _complete(directory).items() if state.version != NO_VERSION}
 
 
-def prune(directory: Path, keep: int) -> list[Path]:
-    """Delete all but the newest `keep` checkpoints, and what crashed writes left. Return the deleted checkpoints."""
+def prune(directory: Path, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints, and what crashed writes left."""
     clean(directory)
-    old = list(_complete(directory))[:-keep]
-    for checkpoint in old:
+    for checkpoint in list(_complete(directory))[:-keep]:
         _delete(checkpoint)
-    return old
 
 
 def _delete(checkpoint: Path) -> None:

@@ -82,17 +82,15 @@ class Saver:
         return named_weights(self._model) | masters
 
     def begin(self, directory: Path, state: TrainerState, optimizer: Optimizer, companions: Path) -> Future[Path]:
-        """Start writing a checkpoint below this directory. The future gives its path, once the checkpoint is complete.
+        """Start writing a checkpoint below this directory, as `Trainer.begin_save` says.
 
-        `companions` is the model directory whose tokenizer and similar files are copied. This method returns when all
-        tensors are copied; they are written while the trainer continues. If an earlier checkpoint is still being
-        written, this method waits for it, and raises its error if it failed. An adapter is small, so the first rank
-        writes all of it.
+        `companions` is the model directory whose tokenizer and similar files are copied. An adapter is small, so the
+        first rank writes all of it.
         """
         self._wait()
         partial = partial_path(directory, state)
         if self._first:
-            begin_checkpoint(directory, state)
+            begin_checkpoint(partial)
         if self._ranks is not None:
             self._ranks.meet()
         parameters = dict(self._model.named_parameters())
