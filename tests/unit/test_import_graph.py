@@ -24,8 +24,8 @@ ASSEMBLIES = {
     "headrace.cli": "the command line",
     "headrace.cluster.launchers.fork_server": "loads the libraries of workers ahead",
     "headrace.cluster.worker_main": "assembles the roles of a worker",
-    "headrace.pipeline.assembly": "assembles a run",
     "headrace.pipeline.inputs": "makes tasks, scorers and tokenizers",
+    "headrace.pipeline.launch": "assembles a run",
     "headrace.pipeline.replay": "assembles a trainer alone",
     "headrace.sim": "assembles a run of fakes",
 }
