@@ -27,11 +27,9 @@ from headrace.observe.progress import ProcessActivity, Progress, RunSnapshot
 from headrace.observe.records import DeliveryRecord, EvaluationRecord, SampleRecord, StepRecord
 from headrace.observe.spans import Activity, RunClock, Timeline
 from headrace.observe.summary import lag_mean_and_max
-from headrace.rollouts.evaluation import EvaluationResult
 from headrace.training.base import StepReport
 from headrace.types import STEP_SECONDS, Batch, Group, Rollout, Trace, Version, held_back_seconds
 
-Moment = Literal["before", "during", "after"]
 REWARD_MEMORY = 0.9
 """The weight of the past in the moving mean of the reward that the display shows."""
 BUSY_MEMORY = 0.7
@@ -255,37 +253,19 @@ class Recorder:
         else:
             self.note(f"{proof.engine} refused version {proof.version}: {proof.reason}")
 
-    def evaluated(self, version: int, moment: Moment, result: EvaluationResult, started: float) -> None:
+    def evaluated(self, evaluation: EvaluationRecord, answers: Sequence[SampleRecord], failed: int) -> None:
         """Record the answers to held-out prompts."""
-        evaluation = EvaluationRecord(
-            version=version,
-            moment=moment,
-            prompts=result.prompts,
-            samples=result.samples,
-            pass_1=result.pass_1,
-            pass_k=result.pass_k,
-            reward_mean=result.reward_mean,
-            tokens_mean=result.tokens_mean,
-            started=started,
-            ended=self.now(),
-        )
+        version, moment, samples = evaluation.version, evaluation.moment, evaluation.samples
+        pass_1, pass_k = evaluation.pass_1, evaluation.pass_k
         self._journal.evaluation(evaluation, self._window.policy)
-        for answer in result.answers:
-            sample = SampleRecord(
-                version=version,
-                moment=moment,
-                prompt=answer.prompt,
-                question=answer.question,
-                answer=answer.answer,
-                reward=answer.reward,
-            )
-            self._journal.sample(sample, self._window.policy)
-        self._metrics.write("evaluation", version=version, moment=moment, pass_1=result.pass_1, pass_k=result.pass_k)
-        self.shown.heldout = result.pass_1
+        for answer in answers:
+            self._journal.sample(answer, self._window.policy)
+        self._metrics.write("evaluation", version=version, moment=moment, pass_1=pass_1, pass_k=pass_k)
+        self.shown.heldout = pass_1
         self.note(
-            f"held-out {moment} training, version {version}: {result.pass_1:.3f} right of {result.prompts} prompts"
-            + (f", {result.pass_k:.3f} within {result.samples} tries" if result.samples > 1 else "")
-            + (f", {result.failed} failed" if result.failed else "")
+            f"held-out {moment} training, version {version}: {pass_1:.3f} right of {evaluation.prompts} prompts"
+            + (f", {pass_k:.3f} within {samples} tries" if samples > 1 else "")
+            + (f", {failed} failed" if failed else "")
         )
 
     def saved(self, version: int, path: Path) -> None:
