@@ -56,23 +56,22 @@ class Episodes:
         `prefixes` holds tokens of an earlier attempt, by index; `saved` holds traces of a previous process, by rollout.
         """
         rollouts = self._config.rollouts
-        plans = [
-            EpisodePlan(
-                id=f"{group.id}/{index}",
-                index=index,
-                prompt=group.prompt,
-                sampling=msgspec.structs.replace(
-                    self._sampling(str(group.id), index, rollouts.temperature), record_kept=rollouts.truncates
-                ),
-                group=str(group.id),
-                max_turns=rollouts.max_turns,
-                keep_routing=rollouts.keep_routing,
-                prefix=(prefixes or {}).get(index),
-                saved=(saved or {}).get(f"{group.id}/{index}", ()),
+        return [
+            self._make(
+                EpisodePlan(
+                    id=f"{group.id}/{index}",
+                    index=index,
+                    prompt=group.prompt,
+                    sampling=self._sampling(str(group.id), index, rollouts.temperature, rollouts.truncates),
+                    group=str(group.id),
+                    max_turns=rollouts.max_turns,
+                    keep_routing=rollouts.keep_routing,
+                    prefix=(prefixes or {}).get(index),
+                    saved=(saved or {}).get(f"{group.id}/{index}", ()),
+                )
             )
             for index in members
         ]
-        return [self._make(plan) for plan in plans]
 
     def heldout(self, prompt: Prompt, sample: int, version: int) -> AnyEpisode:
         """Make the episode for one answer to a held-out prompt."""
@@ -89,7 +88,7 @@ class Episodes:
             )
         )
 
-    def _sampling(self, group: str, index: int, temperature: float) -> Sampling:
+    def _sampling(self, group: str, index: int, temperature: float, record_kept: bool = False) -> Sampling:
         rollouts = self._config.rollouts
         return Sampling(
             max_tokens=rollouts.max_tokens,
@@ -99,6 +98,7 @@ class Episodes:
             min_p=rollouts.min_p,
             seed=derive_seed(self._config.run.seed, group, index),
             stop_token_ids=self._stop_tokens,
+            record_kept=record_kept,
         )
 
     def _make(self, plan: EpisodePlan) -> AnyEpisode:
