@@ -355,14 +355,12 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str] = (
     config = with_settings(before, settings)
     check_resumable(run_dir.journal)
     task, chat = check_inputs(config)
-    for line in changes(before, config):
-        progress.note(line)
+    old, new = dump_config(before).splitlines(), dump_config(config).splitlines()
+    for line in old:
+        if line not in new:
+            progress.note(f"config was: {line}")
+    for line in new:
+        if line not in old:
+            progress.note(f"config is:  {line}")
     with run_dir.report_full_disk(), run_dir.with_trial_config(config):
         return RunSession(config, run_dir, progress, task, chat).execute()
-
-
-def changes(before: Config, after: Config) -> list[str]:
-    """Return one line for each key that differs."""
-    old, new = dump_config(before).splitlines(), dump_config(after).splitlines()
-    was = [f"config was: {line}" for line in old if line not in new]
-    return was + [f"config is:  {line}" for line in new if line not in old]
