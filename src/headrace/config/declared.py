@@ -133,7 +133,7 @@ def transport_facts(name: str) -> TransportFacts:
 
 def correction_facts() -> CorrectionFacts:
     """Return the facts that the corrections declare."""
-    return read_facts("headrace.algorithms.losses.corrections:READS", CorrectionFacts)
+    return read_facts("headrace.algorithms.losses.base:READS", CorrectionFacts)
 
 
 def read_facts(reference: str, kind: type[Facts]) -> Facts:

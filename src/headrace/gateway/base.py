@@ -60,18 +60,6 @@ class Chat(ChatFormat, Protocol):
         ...
 
 
-class AgentServer(Protocol):
-    """The part of the gateway that starting and ending a run use."""
-
-    async def start(self) -> None:
-        """Listen, and report the address. Raises `UserError` if the server cannot listen."""
-        ...
-
-    async def close(self) -> None:
-        """End every session and stop listening. Idempotent."""
-        ...
-
-
 class Reward(msgspec.Struct, frozen=True, kw_only=True):
     """The reward that an agent reports for its session."""
 

@@ -131,7 +131,7 @@ class Controller:
             f"at most {self.window.capacity} groups under way; no token will be trained more than "
             f"{self.window.lag_bound} versions after it was sampled"
         )
-        self.recorder.mark("train_started")
+        self.recorder.journal.meta("train_started", self.recorder.now())
         async with asyncio.TaskGroup() as loops:
             self.attempts.run_in(loops)
             saving = loops.create_task(self.save_loop(), name="save")
@@ -140,7 +140,7 @@ class Controller:
             delivering = loops.create_task(self.deliver_loop(loops), name="deliver")
             delivering.add_done_callback(lambda _: saving.cancel())
         await self.waits.until("train", lambda: "the last groups to be recorded", lambda: not self.attempts.running)
-        self.recorder.mark("train_ended")
+        self.recorder.journal.meta("train_ended", self.recorder.now())
 
     async def finish(self) -> None:
         """Evaluate the last version and save it."""

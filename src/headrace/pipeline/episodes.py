@@ -9,24 +9,30 @@ whenever it runs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import msgspec
 
 from headrace.engines.base import Sampling
+from headrace.observe.records import EvaluationRecord, SampleRecord
 from headrace.pipeline.parts import Parts
-from headrace.pipeline.recording import Moment
 from headrace.rollouts.base import AnyEpisode, EpisodePlan, derive_seed
-from headrace.rollouts.evaluation import evaluate
+from headrace.rollouts.groups import run_episode
 from headrace.rollouts.turns import Episode
+from headrace.scoring.base import Stage
 from headrace.tasks.base import Budgeted
-from headrace.types import Group, Prompt, Trace
+from headrace.types import Group, Prompt, Rollout, Trace
 
+Moment = Literal["before", "during", "after"]
 HELDOUT_PRIORITY = 1
 """Held-out requests come after training requests: an evaluation fills gaps and never delays training."""
 EVALUATION_SHARE = 4
 """An evaluation during training uses at most one in `EVALUATION_SHARE` slots of the engines."""
+SHOWN = 8
+"""The number of held-out answers kept for people to read."""
 
 
 class Episodes:
@@ -50,23 +56,22 @@ class Episodes:
         `prefixes` holds tokens of an earlier attempt, by index; `saved` holds traces of a previous process, by rollout.
         """
         rollouts = self._config.rollouts
-        plans = [
-            EpisodePlan(
-                id=f"{group.id}/{index}",
-                index=index,
-                prompt=group.prompt,
-                sampling=msgspec.structs.replace(
-                    self._sampling(str(group.id), index, rollouts.temperature), record_kept=rollouts.truncates
-                ),
-                group=str(group.id),
-                max_turns=rollouts.max_turns,
-                keep_routing=rollouts.keep_routing,
-                prefix=(prefixes or {}).get(index),
-                saved=(saved or {}).get(f"{group.id}/{index}", ()),
+        return [
+            self._make(
+                EpisodePlan(
+                    id=f"{group.id}/{index}",
+                    index=index,
+                    prompt=group.prompt,
+                    sampling=self._sampling(str(group.id), index, rollouts.temperature, rollouts.truncates),
+                    group=str(group.id),
+                    max_turns=rollouts.max_turns,
+                    keep_routing=rollouts.keep_routing,
+                    prefix=(prefixes or {}).get(index),
+                    saved=(saved or {}).get(f"{group.id}/{index}", ()),
+                )
             )
             for index in members
         ]
-        return [self._make(plan) for plan in plans]
 
     def heldout(self, prompt: Prompt, sample: int, version: int) -> AnyEpisode:
         """Make the episode for one answer to a held-out prompt."""
@@ -83,7 +88,7 @@ class Episodes:
             )
         )
 
-    def _sampling(self, group: str, index: int, temperature: float) -> Sampling:
+    def _sampling(self, group: str, index: int, temperature: float, record_kept: bool = False) -> Sampling:
         rollouts = self._config.rollouts
         return Sampling(
             max_tokens=rollouts.max_tokens,
@@ -93,6 +98,7 @@ class Episodes:
             min_p=rollouts.min_p,
             seed=derive_seed(self._config.run.seed, group, index),
             stop_token_ids=self._stop_tokens,
+            record_kept=record_kept,
         )
 
     def _make(self, plan: EpisodePlan) -> AnyEpisode:
@@ -141,12 +147,14 @@ class Evaluations:
         slots = self._parts.config.engine.slots * self._parts.config.engine.processes
         if moment == "during" and not self._synchronous:
             slots = max(1, slots // EVALUATION_SHARE)
-        started = recorder.now()
         evaluation = asyncio.create_task(
             evaluate(
                 prompts,
                 lambda prompt, sample: self._episodes.heldout(prompt, sample, version),
                 self._parts.scoring,
+                version=version,
+                moment=moment,
+                now=recorder.now,
                 samples=self._config.samples,
                 concurrency=slots,
             )
@@ -159,6 +167,72 @@ class Evaluations:
                 lambda: evaluation.done() or self._parts.stopping.is_set(),
             )
             if evaluation.done():
-                recorder.evaluated(version, moment, evaluation.result(), started)
+                recorder.evaluated(*evaluation.result())
         finally:
             evaluation.cancel()
+
+
+async def evaluate(
+    prompts: Sequence[Prompt],
+    make_episode: Callable[[Prompt, int], AnyEpisode],
+    scoring: Stage,
+    *,
+    version: int,
+    moment: Moment,
+    now: Callable[[], float],
+    samples: int = 1,
+    concurrency: int = 64,
+) -> tuple[EvaluationRecord, list[SampleRecord], int]:
+    """Answer every prompt `samples` times, with `concurrency` episodes at a time. There must be a prompt.
+
+    Return the figures, the first answers to read, and the number of failed rollouts, which count as wrong answers. The
+    results are ordered by prompt and sample, never by arrival. No rollout enters the buffer.
+    """
+    started = now()
+    rollouts: dict[tuple[int, int], Rollout] = {}
+    answers: dict[int, SampleRecord] = {}
+    remaining = ((p, prompt, sample) for p, prompt in enumerate(prompts) for sample in range(samples))
+
+    async def work(remaining: Iterator[tuple[int, Prompt, int]]) -> None:
+        for p, prompt, sample in remaining:
+            episode = make_episode(prompt, sample)
+            try:
+                await episode.prepare()
+                rollout = rollouts[p, sample] = await run_episode(episode, scoring)
+            finally:
+                await episode.discard()
+            if p < SHOWN and sample == 0:
+                question = prompt.text if prompt.text is not None else (prompt.messages or [{}])[-1].get("content", "")
+                answers[p] = SampleRecord(
+                    version=version,
+                    moment=moment,
+                    prompt=prompt.id,
+                    question=question,
+                    answer=rollout.reason if rollout.ending == "failed" else episode.answer,
+                    reward=_reward(rollout),
+                )
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(min(concurrency, len(prompts) * samples)):
+            tasks.create_task(work(remaining), name=f"evaluate {number}")
+
+    # An answer is right if its reward is at least 1.
+    right = [sum(_reward(rollouts[p, sample]) >= 1.0 for sample in range(samples)) for p in range(len(prompts))]
+    evaluation = EvaluationRecord(
+        version=version,
+        moment=moment,
+        prompts=len(prompts),
+        samples=samples,
+        pass_1=sum(right) / len(rollouts),
+        pass_k=sum(count > 0 for count in right) / len(prompts),
+        reward_mean=math.fsum(_reward(rollout) for rollout in rollouts.values()) / len(rollouts),
+        tokens_mean=sum(rollout.trained_tokens for rollout in rollouts.values()) / len(rollouts),
+        started=started,
+        ended=now(),
+    )
+    failed = sum(rollout.ending == "failed" for rollout in rollouts.values())
+    return evaluation, [answers[p] for p in sorted(answers)], failed
+
+
+def _reward(rollout: Rollout) -> float:
+    return 0.0 if rollout.ending == "failed" or rollout.reward is None else rollout.reward

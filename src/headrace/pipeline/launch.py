@@ -5,38 +5,90 @@ says why it failed.
 
 However the run ends, no process and no shared-memory segment stays behind, the journal is closed with its ledgers
 balanced, and `summary.json` and `report.html` are written from the journal.
+
+On the controller's side, only this file and `inputs` know concrete classes; on the workers' side, only
+`cluster.worker_main`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from headrace.buffer.journal import Journal
 from headrace.buffer.store import check_resumable
+from headrace.channel.events import Events
+from headrace.cluster.launchers.local import make_launcher
+from headrace.cluster.mps import Mps, sweep_daemons
+from headrace.cluster.supervision import Fleet
 from headrace.config import Config, dump_config, with_settings
-from headrace.delivery.setup import clean
+from headrace.config.memory import LONGEST_DEFAULT
+from headrace.config.model_dir import model_facts
+from headrace.delivery.setup import clean, prepare
+from headrace.engines.pool import EnginePool
+from headrace.engines.serving import RemoteEngine
 from headrace.errors import DiskError, HeadraceError, UserError
-from headrace.gateway.base import AgentServer
+from headrace.gateway.agents import AgentTask
+from headrace.observe.metrics import MetricsLog, Trackers
 from headrace.observe.progress import Progress
-from headrace.pipeline.assembly import TRAINER, Workers, assemble_with_workers
+from headrace.observe.spans import RunClock, Timeline
 from headrace.pipeline.controller import Controller
 from headrace.pipeline.inputs import ReadyTask, check_inputs
+from headrace.pipeline.parts import Parts
+from headrace.pipeline.recording import Outputs
 from headrace.pipeline.waits import Waits, write_status
 from headrace.review.summary import write_report, write_summary
 from headrace.run_dir import RunDir
 from headrace.scoring.base import Scorer
 from headrace.tasks.chat import ChatFormat
+from headrace.training.base import Checkpoint
+from headrace.training.remote import RENDEZVOUS, RemoteTrainer
 from headrace.types import NO_VERSION
 
+if TYPE_CHECKING:
+    from headrace.gateway.gateway import Gateway
+
+TRAINER = "trainer-0"
 SHOW_SECONDS = 0.25
 WATCH_SECONDS = 1.0
+
+
+class Workers:
+    """The worker processes of a run, ready to be started, and the handles to talk to them."""
+
+    def __init__(self, config: Config, run_dir: RunDir) -> None:
+        prepare(config.delivery, run_dir.path)
+        (run_dir.path / RENDEZVOUS).unlink(missing_ok=True)
+        trainers = [("trainer", rank) for rank in range(config.training.ranks)]
+        engines = [("engine", rank) for rank in range(config.engine.processes)]
+        # Trainer ranks depend on each other: if one of several dies, the run ends and is resumed as a whole.
+        restarted = engines if len(trainers) > 1 else [*trainers, *engines]
+        sweep_daemons()
+        self.mps = Mps(config)
+        self.events = Events()
+        self.fleet = Fleet(
+            make_launcher(config, self.mps.environment),
+            run_dir.path,
+            [*trainers, *engines],
+            self.events,
+            {f"{role}-{rank}": config.pipeline.restarts for role, rank in restarted},
+        )
+        stall, deadline = config.pipeline.stall_seconds, config.delivery.deadline
+        self.engines = {
+            name: RemoteEngine(self.fleet.hub, name, load_deadline=deadline, token_deadline=stall)
+            for name in (f"{role}-{rank}" for role, rank in engines)
+        }
+        others = [f"{role}-{rank}" for role, rank in trainers[1:]]
+        self.trainer = RemoteTrainer(self.fleet.hub, TRAINER, deadline=max(stall, deadline), others=others)
 
 
 class RunSession:
@@ -60,7 +112,7 @@ class RunSession:
         self._chat = chat
         self._journal = journal
         self._controller: Controller | None = None
-        self._gateway: AgentServer | None = None
+        self._gateway: Gateway | None = None
         self.outcome = "failed"
         """How the run ended: `finished`, `interrupted` or `failed`."""
         self.summary: dict[str, Any] = {}
@@ -120,16 +172,7 @@ class RunSession:
             waits.moved()
             facts = fleet.facts(TRAINER)
             self.progress.note(f"weights travel by {facts['transport']} ({facts['transport_why']})")
-            controller, self._gateway = assemble_with_workers(
-                self.config,
-                workers,
-                self.run_dir,
-                self.progress,
-                task=self._task,
-                chat=self._chat,
-                waits=waits,
-                make_journal=self._journal,
-            )
+            controller = self._assemble(workers, waits)
             if incomplete := facts["incomplete"]:
                 self.progress.note(f"{incomplete}: not a complete checkpoint, the one before it is used")
             self._controller = controller
@@ -145,6 +188,80 @@ class RunSession:
             self.outcome = "interrupted" if controller.stopping else "finished"
             for watcher in watchers:
                 watcher.cancel()
+
+    def _assemble(self, workers: Workers, waits: Waits) -> Controller:
+        """Make the controller and the gateway of a run whose workers are ready."""
+        config, run_dir, task = self.config, self.run_dir, self._task.task
+        checkpoint, clock = Checkpoint.of(workers.fleet.facts(TRAINER)), RunClock.now()
+        journal = self._journal(run_dir.journal, keep_rollouts=config.observe.keep_rollouts)
+        before = journal.recover(
+            step=checkpoint.step,
+            publish_every=config.delivery.publish_every,
+            policy=config.policy_name,
+            outcomes=config.rollouts.curriculum,
+        )
+        trackers = None
+        if config.observe.trackers:
+            settings = msgspec.to_builtins(config)
+            trackers = Trackers(config.observe.trackers, config.run.name, settings, self.progress.note)
+        pool = EnginePool(list(workers.engines.values()))
+        self._gateway = self._make_gateway(pool)
+        workers.events.clear()
+        parts = Parts(
+            config,
+            task=task,
+            chat=self._chat,
+            pool=pool,
+            trainer=workers.trainer,
+            outputs=Outputs(
+                journal,
+                MetricsLog(run_dir.metrics, trackers=trackers),
+                self.progress,
+                clock,
+                Timeline(run_dir.timeline, clock) if config.observe.timeline else None,
+            ),
+            before=before,
+            checkpoint=checkpoint,
+            waits=waits,
+            events=workers.events,
+            processes=workers.fleet,
+            remote=workers.engines,
+            scoring=self._task.scoring,
+            agents=self._gateway.episode if self._gateway is not None and isinstance(task, AgentTask) else None,
+        )
+        journal.meta("name", config.run.name)
+        journal.meta("started", clock.wall)
+        journal.meta("outcome", "running")
+        journal.meta("lag_bound", parts.window.lag_bound)
+        journal.meta("no_mps", workers.mps.missing or None)
+        return Controller(parts)
+
+    def _make_gateway(self, pool: EnginePool) -> Gateway | None:
+        """Make the gateway if the configuration asks for one."""
+        config, task = self.config, self._task.task
+        own = task if isinstance(task, AgentTask) else None
+        if own is None and not config.gateway.serve:
+            return None
+        # The gateway's HTTP library is loaded only when it is used.
+        from headrace.gateway.gateway import KEY_VARIABLE, Gateway
+
+        positions = model_facts(Path(config.model.path), config.model.weights).max_positions or LONGEST_DEFAULT
+        return Gateway(
+            pool,
+            self._chat,
+            model=Path(config.model.path).name,
+            bind=config.gateway.bind,
+            port=config.gateway.port,
+            key=os.environ.get(KEY_VARIABLE),
+            max_length=min(config.engine.max_length or LONGEST_DEFAULT, positions),
+            max_tokens=config.rollouts.max_tokens,
+            max_turns=config.rollouts.max_turns,
+            stop_token_ids=tuple(self._chat.token_id(token) for token in config.rollouts.stop),
+            agents=None if own is None else own.agents,
+            session_seconds=config.pipeline.stall_seconds if own is None else own.timeout,
+            file=self.run_dir.path / "gateway.json",
+            note=self.progress.note,
+        )
 
     async def _show_loop(self, controller: Controller) -> None:
         while True:
@@ -238,14 +355,12 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str] = (
     config = with_settings(before, settings)
     check_resumable(run_dir.journal)
     task, chat = check_inputs(config)
-    for line in changes(before, config):
-        progress.note(line)
+    old, new = dump_config(before).splitlines(), dump_config(config).splitlines()
+    for line in old:
+        if line not in new:
+            progress.note(f"config was: {line}")
+    for line in new:
+        if line not in old:
+            progress.note(f"config is:  {line}")
     with run_dir.report_full_disk(), run_dir.with_trial_config(config):
         return RunSession(config, run_dir, progress, task, chat).execute()
-
-
-def changes(before: Config, after: Config) -> list[str]:
-    """Return one line for each key that differs."""
-    old, new = dump_config(before).splitlines(), dump_config(after).splitlines()
-    was = [f"config was: {line}" for line in old if line not in new]
-    return was + [f"config is:  {line}" for line in new if line not in old]

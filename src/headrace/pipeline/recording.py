@@ -27,11 +27,9 @@ from headrace.observe.progress import ProcessActivity, Progress, RunSnapshot
 from headrace.observe.records import DeliveryRecord, EvaluationRecord, SampleRecord, StepRecord
 from headrace.observe.spans import Activity, RunClock, Timeline
 from headrace.observe.summary import lag_mean_and_max
-from headrace.rollouts.evaluation import EvaluationResult
 from headrace.training.base import StepReport
 from headrace.types import STEP_SECONDS, Batch, Group, Rollout, Trace, Version, held_back_seconds
 
-Moment = Literal["before", "during", "after"]
 REWARD_MEMORY = 0.9
 """The weight of the past in the moving mean of the reward that the display shows."""
 BUSY_MEMORY = 0.7
@@ -62,8 +60,7 @@ class Recorder:
         record: bool = False,
     ) -> None:
         """`before` is what previous processes left in the journal. With `record`, the schedule is journalled too."""
-        self._journal = outputs.journal
-        self.journal_path = outputs.journal.path
+        self.journal = outputs.journal
         self._metrics = outputs.metrics
         self._timeline = outputs.timeline
         self._progress = outputs.progress
@@ -93,8 +90,8 @@ class Recorder:
         """Record that a group has taken its slot. `drawn` is the position of the prompt source."""
         self._running[group.id] = (group, self.now())
         self.ledgers.admitted(group.id, rollout_ids)
-        self._journal.admitted(group, rollout_ids)
-        self._journal.meta("drawn", drawn)
+        self.journal.admitted(group, rollout_ids)
+        self.journal.meta("drawn", drawn)
         self._scheduled("admit", group_id=group.id, version=group.version)
 
     def resumed(self, group: Group, rollout_ids: Sequence[str]) -> None:
@@ -104,21 +101,21 @@ class Recorder:
 
     def sampled(self, rollout_id: str, index: int, tokens: Trace) -> None:
         """Record the next tokens of a running rollout."""
-        self._journal.partial(
+        self.journal.partial(
             Rollout(id=rollout_id, index=index, traces=[tokens], ending="aborted", reason="not ended yet")
         )
 
     def discarded(self, rollout_id: str, tokens: int) -> None:
         """Record that tokens of a previous process cannot be used."""
-        self._journal.partial_discarded(rollout_id)
-        self._journal.restarted("controller", "saved tokens were of no use", regenerated_tokens=tokens)
+        self.journal.partial_discarded(rollout_id)
+        self.journal.restarted("controller", "saved tokens were of no use", regenerated_tokens=tokens)
 
     def rollouts_ended(self, group: Group) -> None:
         """Record that all rollouts of a group have ended and are scored."""
         for rollout in group.rollouts:
             if rollout.ending == "failed":
                 self.ledgers.rollouts.end(rollout.id, "failed", rollout.reason)
-            self._journal.rollout_ended(rollout)
+            self.journal.rollout_ended(rollout)
         self._drift.generated.extend(rollout.sampled_tokens for rollout in group.usable)
         self._scheduled("complete", group_id=group.id)
 
@@ -126,7 +123,7 @@ class Recorder:
         """Record the rollouts that are not trained, by id, with the reasons. Their group continues without them."""
         for rollout_id, reason in left.items():
             self.ledgers.rollouts.end(rollout_id, "dropped", reason)
-            self._journal.rollout_dropped(rollout_id, reason)
+            self.journal.rollout_dropped(rollout_id, reason)
 
     def group_ended(
         self,
@@ -140,7 +137,7 @@ class Recorder:
         version = self._window.trained_version if version is None else version
         _, admitted = self._running.pop(group.id)
         self.ledgers.group_ended(group.id, state, reason)
-        self._journal.group_ended(group.id, state, reason, step)
+        self.journal.group_ended(group.id, state, reason, step)
         described = describe_end(group, reason or state, version, self._window.republished)
         self._metrics.write("group", **described, seconds=self.now() - admitted)
         if state == "failed":
@@ -177,7 +174,7 @@ class Recorder:
             learning_rate=report.learning_rate,
             seconds=report.seconds,
         )
-        self._journal.step(step, lags, report.metrics, batch.policy)
+        self.journal.step(step, lags, report.metrics, batch.policy)
         self._metrics.write(
             "step",
             step=batch.step,
@@ -223,7 +220,7 @@ class Recorder:
 
     def version_published(self, manifest: Manifest, snapshot_seconds: float) -> None:
         """Record that the trainer has published a version."""
-        self._journal.version(
+        self.journal.version(
             Version(
                 id=manifest.version,
                 parent=manifest.parent,
@@ -249,61 +246,39 @@ class Recorder:
             swap_seconds=proof.swap_seconds,
             time=self.now(),
         )
-        self._journal.delivery(delivery, self._window.policy)
+        self.journal.delivery(delivery, self._window.policy)
         if proof.accepted:
             self._scheduled("swap", version=proof.version, engine=proof.engine)
         else:
             self.note(f"{proof.engine} refused version {proof.version}: {proof.reason}")
 
-    def evaluated(self, version: int, moment: Moment, result: EvaluationResult, started: float) -> None:
+    def evaluated(self, evaluation: EvaluationRecord, answers: Sequence[SampleRecord], failed: int) -> None:
         """Record the answers to held-out prompts."""
-        evaluation = EvaluationRecord(
-            version=version,
-            moment=moment,
-            prompts=result.prompts,
-            samples=result.samples,
-            pass_1=result.pass_1,
-            pass_k=result.pass_k,
-            reward_mean=result.reward_mean,
-            tokens_mean=result.tokens_mean,
-            started=started,
-            ended=self.now(),
-        )
-        self._journal.evaluation(evaluation, self._window.policy)
-        for answer in result.answers:
-            sample = SampleRecord(
-                version=version,
-                moment=moment,
-                prompt=answer.prompt,
-                question=answer.question,
-                answer=answer.answer,
-                reward=answer.reward,
-            )
-            self._journal.sample(sample, self._window.policy)
-        self._metrics.write("evaluation", version=version, moment=moment, pass_1=result.pass_1, pass_k=result.pass_k)
-        self.shown.heldout = result.pass_1
+        version, moment, samples = evaluation.version, evaluation.moment, evaluation.samples
+        pass_1, pass_k = evaluation.pass_1, evaluation.pass_k
+        self.journal.evaluation(evaluation, self._window.policy)
+        for answer in answers:
+            self.journal.sample(answer, self._window.policy)
+        self._metrics.write("evaluation", version=version, moment=moment, pass_1=pass_1, pass_k=pass_k)
+        self.shown.heldout = pass_1
         self.note(
-            f"held-out {moment} training, version {version}: {result.pass_1:.3f} right of {result.prompts} prompts"
-            + (f", {result.pass_k:.3f} within {result.samples} tries" if result.samples > 1 else "")
-            + (f", {result.failed} failed" if result.failed else "")
+            f"held-out {moment} training, version {version}: {pass_1:.3f} right of {evaluation.prompts} prompts"
+            + (f", {pass_k:.3f} within {samples} tries" if samples > 1 else "")
+            + (f", {failed} failed" if failed else "")
         )
 
     def saved(self, version: int, path: Path) -> None:
         """Record that a checkpoint was written."""
-        self._journal.meta("checkpoint", {"version": version, "path": str(path)})
+        self.journal.meta("checkpoint", {"version": version, "path": str(path)})
 
     # ---- the run as a whole
-
-    def mark(self, moment: Literal["train_started", "train_ended"]) -> None:
-        """Record that the first group is about to be admitted, or that training has ended."""
-        self._journal.meta(moment, self.now())
 
     def beat(self, process: str, beat: Heartbeat) -> None:
         """Record what a process did since its last heartbeat."""
         started, busy_seconds = self._activity.beat(process, beat.time, beat.spans, beat.generated_tokens)
         if self._timeline is not None:
             self._timeline.add(process, beat.spans)
-        self._journal.activity(
+        self.journal.activity(
             process=process,
             started=self._clock.to_wall(started),
             ended=self._clock.to_wall(beat.time),
@@ -325,15 +300,11 @@ class Recorder:
         if tokens is None:
             seconds = held_back_seconds(self.ledgers.rollouts.counts().in_flight) + STEP_SECONDS
             tokens = round(self._activity.died(process) * seconds)
-        self._journal.restarted(process, reason, steps=steps, regenerated_tokens=tokens)
-
-    def flush(self) -> None:
-        """Block until everything recorded so far is committed to the journal. Any thread may call this."""
-        self._journal.flush()
+        self.journal.restarted(process, reason, steps=steps, regenerated_tokens=tokens)
 
     def _scheduled(self, event: Literal["admit", "complete", "consume", "swap"], **facts: Any) -> None:
         if self._record:
-            self._journal.scheduled(event, **facts, policy=self._window.policy)
+            self.journal.scheduled(event, **facts, policy=self._window.policy)
 
     def show(self) -> None:
         """Refresh the display."""
@@ -348,10 +319,10 @@ class Recorder:
         """Write everything to disk and check the ledgers."""
         self._progress.stop()
         if self._peak_memory:
-            self._journal.meta("peak_memory_bytes", self._peak_memory)
-        self._journal.meta("outcome", outcome)
-        self._journal.meta("ended", self.now())
-        self._journal.close()
+            self.journal.meta("peak_memory_bytes", self._peak_memory)
+        self.journal.meta("outcome", outcome)
+        self.journal.meta("ended", self.now())
+        self.journal.close()
         self._metrics.close()
         if self._timeline is not None:
             self._timeline.close()

@@ -101,7 +101,7 @@ class Recovery:
         if after > until:
             raise HeadraceError(f"{parts.trainer.name} came back at step {after}, beyond the last one, {until}")
         parts.recorder.restarted(parts.trainer.name, "died", (after, until))
-        await asyncio.to_thread(parts.recorder.flush)
+        await asyncio.to_thread(parts.recorder.journal.flush)
         boundary = self._boundary()
         if boundary == after:
             await self._publish_again(boundary, version)
@@ -133,7 +133,7 @@ class Recovery:
             if after < batch.step <= until:
                 yield batch
         if until > max(after, 0):
-            yield from recorded_batches(parts.config, parts.recorder.journal_path, max(after, 0), until)
+            yield from recorded_batches(parts.config, parts.recorder.journal.path, max(after, 0), until)
 
     # ---- the controller: a run is resumed
 
@@ -142,8 +142,8 @@ class Recovery:
         parts = self._parts
         if parts.first_step <= parts.checkpoint.step:
             return
-        path, until = parts.recorder.journal_path, parts.first_step
-        for batch in recorded_batches(parts.config, path, parts.checkpoint.step, until):
+        path = parts.recorder.journal.path
+        for batch in recorded_batches(parts.config, path, parts.checkpoint.step, parts.first_step):
             if await self._steps.train_known(batch) is None:
                 return
 

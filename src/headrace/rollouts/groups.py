@@ -27,7 +27,8 @@ STRAGGLER = "straggler"
 async def prepare_group(episodes: Sequence[AnyEpisode]) -> None:
     """Prepare all episodes at the same time. After an error or a cancellation, none of them is left open."""
     async with AsyncExitStack() as unless_prepared:
-        unless_prepared.push_async_callback(discard_group, episodes)
+        for episode in episodes:
+            unless_prepared.push_async_callback(episode.discard)
         async with asyncio.TaskGroup() as tasks:
             for episode in episodes:
                 tasks.create_task(episode.prepare(), name=f"prepare {episode.id}")
@@ -48,7 +49,7 @@ async def run_group(
 
     `cancel_group` ends the group early, with the tokens so far. Cancelling the task that runs this coroutine also
     aborts the requests, but then, as for any task, there is no result; `Episode.traces` still holds the tokens. A task
-    that is cancelled before its first step never runs at all: call `discard_group` to close its episodes.
+    that is cancelled before its first step never runs at all: call `discard` to close each of its episodes.
     """
     async with asyncio.TaskGroup() as tasks:
         running = [
@@ -101,9 +102,3 @@ async def cancel_group(episodes: Sequence[AnyEpisode], reason: str) -> None:
     async with asyncio.TaskGroup() as tasks:
         for episode in episodes:
             tasks.create_task(episode.cancel(reason), name=f"cancel {episode.id}")
-
-
-async def discard_group(episodes: Sequence[AnyEpisode]) -> None:
-    """Close episodes that will not be run, or not be run any more. Idempotent."""
-    for episode in episodes:
-        await episode.discard()

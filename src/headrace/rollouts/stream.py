@@ -122,7 +122,8 @@ class SavedTurns:
         if same and np.array_equal(self._left.token_ids[:n], context):
             self._drop(n)
         else:
-            self.discard()
+            self.discarded += _sampled(self._left)
+            self._left = None
 
     def next_turn(self) -> tuple[Trace | None, bool]:
         """Return the next sampled tokens, or None if none are left, and whether their turn is known to have ended."""
@@ -133,12 +134,6 @@ class SavedTurns:
         turn, whole = self._left.part(0, n), n < len(self._left)
         self._drop(n)
         return turn, whole
-
-    def discard(self) -> None:
-        """Discard the rest, which cannot be used."""
-        left, self._left = self._left, None
-        if left is not None:
-            self.discarded += _sampled(left)
 
     def _drop(self, n: int) -> None:
         assert self._left is not None

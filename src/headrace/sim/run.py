@@ -241,7 +241,7 @@ class SimRun:
             checkpoint=Checkpoint(step=before.resume_step, version=before.last_version, found=known),
             waits=Waits(asyncio.get_running_loop().time),
             events=events,
-            window=window,
+            other_window=window,
         )
         self.controller = Controller(parts)
         self.window = self.controller.window

@@ -80,17 +80,11 @@ class PromptSource:
         self._prompts = prompts
         self._seed = seed
         self.position = 0
-        """The position in the order, over all epochs. `seek` takes this number to continue from here."""
+        """The position in the order, over all epochs. Another source continues from here if it is set to this."""
         self._epoch = -1
         self._order: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._curriculum = Curriculum(len(prompts)) if curriculum else None
         self._by_id = {prompt.id: prompt for prompt in prompts} if curriculum else {}
-
-    def seek(self, position: int) -> None:
-        """Set the position in the order."""
-        if position < 0:
-            raise ValueError(f"a position cannot be {position}")
-        self.position = position
 
     def draw(self, at: int = 0) -> Prompt:
         """Return the next prompt, for the group attempt `at`. Only a curriculum uses `at`."""

@@ -8,8 +8,7 @@ import math
 import pytest
 import torch
 
-from headrace.algorithms.losses.base import TokenInputs, build_loss
-from headrace.algorithms.losses.corrections import icepop, mis, opsm, tis
+from headrace.algorithms.losses.base import TokenInputs, build_loss, icepop, mis, opsm, tis
 from headrace.config.schema import AlgorithmConfig
 
 RATIOS = [0.4, 0.5001, 1.0, 1.9, 4.9, 5.1]

@@ -158,7 +158,7 @@ def crash_at_every_batch(run: FakeRun, directory: Path) -> list[Path]:
     crashed: list[Path] = []
 
     def on_batch() -> None:
-        run.recorder.flush()
+        run.recorder.journal.flush()
         crash(run, directory / f"after{len(crashed)}")
         crashed.append(directory / f"after{len(crashed)}")
 

@@ -8,7 +8,7 @@ from rollout_parts import Script, done, episode, until
 
 from headrace.engines.fake import FakeEngine
 from headrace.rollouts.base import derive_seed
-from headrace.rollouts.groups import cancel_group, discard_group, prepare_group, run_group
+from headrace.rollouts.groups import cancel_group, prepare_group, run_group
 from headrace.rollouts.turns import Episode
 from headrace.scoring.base import Stage
 from headrace.types import Group, Prompt
@@ -84,7 +84,8 @@ async def test_a_group_whose_task_never_began_is_closed_by_discarding_it() -> No
     running = asyncio.create_task(run_group(group(), episodes, Stage()))
     running.cancel()
     await asyncio.wait([running], timeout=20)
-    await discard_group(episodes)
+    for one in episodes:
+        await one.discard()
     assert running.cancelled() and [e.closed for e in environments] == [1, 1]
 
 

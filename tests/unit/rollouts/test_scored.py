@@ -11,8 +11,8 @@ from rollout_parts import END, Script, TinyChat, done, episode, says, until
 
 from headrace.engines.base import Sampling
 from headrace.engines.fake import FakeEngine
+from headrace.pipeline.episodes import evaluate
 from headrace.rollouts.base import EpisodePlan
-from headrace.rollouts.evaluation import evaluate
 from headrace.rollouts.groups import cancel_group, prepare_group, run_episode, run_group
 from headrace.rollouts.turns import Episode
 from headrace.scoring.base import Ended, Scorer, Span, Stage
@@ -163,8 +163,13 @@ async def test_rollouts_that_end_unscored_are_forgotten() -> None:
 async def test_held_out_answers_are_scored() -> None:
     stage = Stage({"w": Watching()})
     prompts = [Prompt(id="a", text="q"), Prompt(id="b", text="q")]
-    result = await evaluate(prompts, lambda prompt, sample: episode(Script(done(None)), prompt=prompt), stage)
-    assert (result.pass_1, result.failed) == (1.0, 0)
-    result = await evaluate(prompts, lambda prompt, sample: episode(Script(done(None)), prompt=prompt), Stage())
-    assert (result.pass_1, result.failed) == (0.0, 2)
-    assert result.answers[0].answer == "the environment ended the episode without a reward"
+    run = {"version": 1, "moment": "after", "now": lambda: 0.0}
+
+    def make(prompt: Prompt, sample: int) -> Episode:
+        return episode(Script(done(None)), prompt=prompt)
+
+    result, _, failed = await evaluate(prompts, make, stage, **run)
+    assert (result.pass_1, failed) == (1.0, 0)
+    result, answers, failed = await evaluate(prompts, make, Stage(), **run)
+    assert (result.pass_1, failed) == (0.0, 2)
+    assert answers[0].answer == "the environment ended the episode without a reward"

@@ -66,7 +66,7 @@ def test_a_restart_draws_what_would_have_been_drawn(cut: int, solved: set[str], 
         found = rewards(prompt, solved, hard)
         outcomes.append((at, prompt, sum(reward >= 1 for reward in found), len(found)))
     after = source(seed)
-    after.seek(before.position)
+    after.position = before.position
     after.restore(outcomes)
     assert drawn + play(after, range(cut, 120), solved, hard) == whole
 

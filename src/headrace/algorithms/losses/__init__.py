@@ -1,5 +1,5 @@
-"""Token losses. Importing the package imports all losses and corrections. Start reading at `base`."""
+"""Token losses. Importing the package imports all losses. Start reading at `base`."""
 
-from headrace.algorithms.losses import corrections, policy
+from headrace.algorithms.losses import policy
 
-__all__ = ["corrections", "policy"]
+__all__ = ["policy"]
