@@ -40,7 +40,7 @@ from headrace.bench.engine_rounds import (
     run_with_swaps,
     swap_figures,
 )
-from headrace.bench.options import EngineBench
+from headrace.bench.options import DeliveryBench, EngineBench
 from headrace.bench.report import Say
 from headrace.bench.timing import Timed
 from headrace.config.schema import EngineConfig
@@ -205,13 +205,10 @@ class _Bench:
         sets = tuple({name: tensor.cpu() for name, tensor in weights.items()} for weights in (first, second))
         # The transport that `auto` chooses if trainer and engine are on one host.
         transport = "cuda_ipc" if self._device == "cuda" else "shm"
-        begun = Begin(
-            model=options.model,
-            random_weights=options.random_weights,
-            dtype=self._dtype,
-            device=self._device,
-            seed=options.seed,
+        sent = msgspec.structs.replace(
+            DeliveryBench(model=options.model, seed=options.seed), dtype=self._dtype, device=self._device
         )
+        begun = Begin(options=sent, random_weights=options.random_weights, distinct=True)
         with closing(PublisherProcess(begun)) as publisher:
             self._say(f"the same requests, with new weights every {options.swap_every:g} s")
             run, swaps = run_with_swaps(driver, requests, publisher, transport, options.swap_every)

@@ -21,7 +21,6 @@ import msgspec
 import numpy as np
 
 from headrace.bench.delivery_sides import Publish, PublisherProcess
-from headrace.bench.engine_checks import DrawnAnswer
 from headrace.bench.options import EngineBench
 from headrace.bench.workload import make_lengths
 from headrace.delivery.base import Proof
@@ -110,7 +109,7 @@ class ProgressMark:
 class Round:
     """The measurements of one round of requests."""
 
-    answers: list[DrawnAnswer] = field(default_factory=list)
+    answers: list[Delta] = field(default_factory=list)
     """The answers, in the order of the requests."""
     seconds: float = 0.0
     steps: int = 0
@@ -197,13 +196,14 @@ class Driver:
             if delta.finish is not None:
                 self.open.remove(delta.id)
 
-    def answer(self, request: Request) -> DrawnAnswer:
+    def answer(self, request: Request) -> Delta:
         """Return all tokens of a request. Raises `HeadraceError` if the answer is not complete."""
         deltas, wanted = self._deltas[request.id], request.sampling.max_tokens
-        answer = DrawnAnswer(
-            np.concatenate([delta.token_ids for delta in deltas]),
-            np.concatenate([delta.logprobs for delta in deltas]),
-            np.concatenate([delta.versions for delta in deltas]),
+        answer = Delta(
+            id=request.id,
+            token_ids=np.concatenate([delta.token_ids for delta in deltas]),
+            logprobs=np.concatenate([delta.logprobs for delta in deltas]),
+            versions=np.concatenate([delta.versions for delta in deltas]),
         )
         if not len(answer.token_ids) == len(answer.logprobs) == len(answer.versions) == wanted:
             raise HeadraceError(f"request {request.id} ended with {len(answer.token_ids)} of {wanted} tokens")
@@ -242,7 +242,7 @@ def bench_fork(driver: Driver, like: Request, count: int, at: int, length: int) 
     }
 
 
-def _difference(fork: DrawnAnswer, fresh: DrawnAnswer) -> float:
+def _difference(fork: Delta, fresh: Delta) -> float:
     """Return the largest difference of the log-probabilities, up to the first token that differs."""
     same = fork.token_ids == fresh.token_ids
     until = len(same) if same.all() else int(same.argmin())
@@ -284,8 +284,8 @@ def run_with_swaps(
 
     loop = EngineLoop(core, emit)
     core.timings.reset()
-    driver.submit(requests)
     started = time.perf_counter()
+    driver.submit(requests)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="versions") as pool:
 
         def feed() -> list[Swap]:
