@@ -65,6 +65,9 @@ _CHANGE = 0.2
 class Ready(msgspec.Struct, kw_only=True):
     """The answer of a child that has done what its first message asked for."""
 
+    proof: dict[str, float] = {}
+    """Of the publisher: the size of a set, and the figures of `proof_seconds`; empty with `distinct`."""
+
 
 class Connection:
     """One end of the connection. One thread may receive while another thread sends."""
@@ -154,13 +157,6 @@ class Begin(msgspec.Struct, kw_only=True):
     much more than one bit, and no plain copies are timed."""
 
 
-class Begun(msgspec.Struct, kw_only=True):
-    """The answer: the sets are there."""
-
-    proof: dict[str, float]
-    """The size of a set, and the figures of `proof_seconds`; empty with `distinct`."""
-
-
 class Publish(msgspec.Struct, kw_only=True):
     """The request to publish the next version. No engine reads the version before it any more."""
 
@@ -188,7 +184,7 @@ class PublisherProcess(Side):
 
     def __init__(self, begin: Begin, environment: Mapping[str, str] | None = None) -> None:
         super().__init__("headrace.bench.delivery_sides", begin, environment)
-        self.proof = self.answer(Begun).proof
+        self.proof = self.answer(Ready).proof
 
     def publish(self, order: Publish) -> Published:
         """Publish the next version, and free the place of the version before it. Return once it can be fetched."""
@@ -302,7 +298,7 @@ def serve(line: Connection) -> None:
     sets, scores, canary, base_digest = make_sets(begin)
     gc.collect()
     sizes = {"bytes": sum(tensor.nbytes for tensor in sets[0].values()), "tensors": len(sets[0])}
-    line.send(Begun(proof=sizes | proof_seconds(sets[0], options.device) if compare else {}))
+    line.send(Ready(proof=sizes | proof_seconds(sets[0], options.device) if compare else {}))
     targets = {name: torch.zeros_like(tensor) for name, tensor in sets[0].items()} if compare else {}
     publisher: Publisher | None = None
     last = Publish(version=-1, transport="")
