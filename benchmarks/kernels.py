@@ -14,13 +14,14 @@ Times are medians by the clock of the GPU. Launches of attention and sampling ar
 
 from __future__ import annotations
 
+import statistics
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from headrace.bench.base import copy_bandwidth
-from headrace.bench.timing import gpu_seconds
 from headrace.delivery.digest import digest
 from headrace.delivery.kernels import DeviceCopy, DeviceDigest
 from headrace.engines.base import KEPT_LIMIT, Sampling
@@ -56,6 +57,31 @@ RULES: dict[str, dict[str, object]] = {
     "record": {"record_kept": True},
 }
 ELEMENTS, TENSORS, COLUMNS = 600_000_000, 300, 1024
+
+
+def gpu_seconds(work: Callable[[], object], *, replayed: int = 0, runs: int = 7) -> float:
+    """Return the median seconds of one call of the work, by the clock of the GPU. A first call is not counted.
+
+    With `replayed`, a run is the replay of a CUDA graph of this many calls, so that the host's launches take no part.
+    """
+    work()
+    torch.cuda.synchronize()
+    run = work
+    if replayed:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(replayed):
+                work()
+        run = graph.replay
+    times = []
+    for _ in range(runs):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(float(start.elapsed_time(end)) / 1000 / (replayed or 1))
+    return statistics.median(times)
 
 
 def attention_seconds(work: Workload, splits: int) -> float:

@@ -41,6 +41,7 @@ from headrace.types import Batch, Int32Array, Prompt
 
 STOP_TOKEN = 63
 VOCABULARY = 64
+PROMPTS = 1000
 
 
 T = TypeVar("T")
@@ -110,11 +111,10 @@ class _Episode(SingleTurn):
 class _Task(SingleTurnTask):
     """A `Task` whose prompts have no meaning."""
 
-    def __init__(self, prompts: int, judge: Callable[[Prompt, str], float]) -> None:
+    def __init__(self, judge: Callable[[Prompt, str], float]) -> None:
+        questions = (Prompt(id=str(n), messages=[{"role": "user", "content": f"q{n}"}]) for n in range(PROMPTS))
+        super().__init__(list(questions), heldout=[])
         self._judge = judge
-        super().__init__(
-            [Prompt(id=str(n), messages=[{"role": "user", "content": f"q{n}"}]) for n in range(prompts)], heldout=[]
-        )
 
     def episode(self, prompt: Prompt) -> _Episode:
         return _Episode(prompt, self._judge)
@@ -194,7 +194,6 @@ class SimRun:
         token_seconds: float,
         train_seconds: Callable[[Batch], float],
         judge: Callable[[Prompt, str], float] = lambda prompt, completion: float(len(completion) % 2),
-        prompts: int = 1000,
         window: Window | None = None,
         keep_rollouts: bool = False,
     ) -> None:
@@ -220,7 +219,7 @@ class SimRun:
         known = before.last_version >= 0
         parts = Parts(
             config,
-            task=_Task(prompts, judge),
+            task=_Task(judge),
             chat=_Chat(),
             pool=EnginePool(self.engines),
             trainer=self.trainer,
@@ -234,7 +233,6 @@ class SimRun:
         self.controller = Controller(parts)
         self.window = self.controller.window
         self.recorder = self.controller.recorder
-        self.source = self.controller.parts.source
         self.seconds = 0.0
         """The virtual seconds that training took."""
 
