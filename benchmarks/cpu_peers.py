@@ -44,12 +44,22 @@ def make_work(requests: int, mean: float, longest: int, vocabulary: int, seed: i
     return [(rng.integers(100, vocabulary, rng.integers(*sizes)).tolist(), int(length)) for length in lengths]
 
 
-def serve_ours(model_dir: str, threads: int) -> Callable[[Work], int]:
-    """Load the embedded engine, and return a function that serves work and returns the number of tokens."""
+def requests_of(work: Work) -> list[Any]:
+    """Return the work as requests to an engine."""
+    from headrace.engines.base import Request, Sampling
+
+    return [
+        Request(id=str(i), token_ids=np.array(prompt, np.int32), sampling=Sampling(max_tokens=length, seed=i))
+        for i, (prompt, length) in enumerate(work)
+    ]
+
+
+def serve_ours(model_dir: str, threads: int) -> Callable[[Work], float]:
+    """Load the embedded engine, and return a function that serves work and returns the seconds."""
     import torch
 
+    from headrace.bench.engine_rounds import Driver
     from headrace.config.schema import EngineConfig
-    from headrace.engines.base import Request, Sampling
     from headrace.engines.embedded.core import EngineCore
     from headrace.models.loading import load_model
     from headrace.models.selfcheck import check_model
@@ -58,52 +68,23 @@ def serve_ours(model_dir: str, threads: int) -> Callable[[Work], int]:
     model = load_model(model_dir)
     check_model(model)
     config = EngineConfig(slots=SLOTS, threads=threads)
-    core = EngineCore(model, config, name="engine", max_length=LONGEST_PROMPT + LONGEST, version=0)
-
-    def serve(work: Work) -> int:
-        requests = [
-            Request(id=str(i), token_ids=np.array(prompt, np.int32), sampling=Sampling(max_tokens=length, seed=i))
-            for i, (prompt, length) in enumerate(work)
-        ]
-        core.submit(requests)
-        tokens = 0
-        while core.has_work:
-            for delta in core.step():
-                tokens += len(delta.token_ids)
-                assert np.isfinite(delta.logprobs).all() and not delta.error, delta
-        return tokens
-
-    return serve
+    driver = Driver(EngineCore(model, config, name="engine", max_length=LONGEST_PROMPT + LONGEST, version=0))
+    return lambda work: driver.run(requests_of(work)).seconds
 
 
-def serve_hf(model_dir: str, threads: int) -> Callable[[Work], int]:
-    """Load Hugging Face's model, and return a function that serves work with `generate`.
-
-    Each batch is padded to its longest prompt, and runs until its longest answer is complete.
-    """
+def serve_hf(model_dir: str, threads: int) -> Callable[[Work], float]:
+    """Load Hugging Face's model, and return a function that serves work with `generate` on padded batches."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    from headrace.bench.engine import padded_generate
+
     torch.set_num_threads(threads)
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-
-    def serve(work: Work) -> int:
-        for first in range(0, len(work), SLOTS):
-            batch = work[first : first + SLOTS]
-            width = max(len(prompt) for prompt, _ in batch)
-            ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt, _ in batch])
-            mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in batch])
-            longest = max(length for _, length in batch)
-            options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "eos_token_id": None}
-            with torch.inference_mode():
-                out = model.generate(ids, attention_mask=mask, max_new_tokens=longest, pad_token_id=0, **options)
-            assert out.shape[1] == width + longest, out.shape
-        return sum(length for _, length in work)
-
-    return serve
+    return lambda work: padded_generate(model, requests_of(work), SLOTS, "cpu")
 
 
-def serve_vllm(model_dir: str, threads: int) -> Callable[[Work], int]:
+def serve_vllm(model_dir: str, threads: int) -> Callable[[Work], float]:
     """Load vLLM's offline engine, and return a function that serves work with it.
 
     vLLM records the log-probability of every sampled token, as the embedded engine does. Its threads are set by the
@@ -114,13 +95,16 @@ def serve_vllm(model_dir: str, threads: int) -> Callable[[Work], int]:
     room = LONGEST_PROMPT + LONGEST + 16
     llm = LLM(model=model_dir, dtype="float32", max_num_seqs=SLOTS, max_model_len=room, enable_prefix_caching=False)
 
-    def serve(work: Work) -> int:
+    def serve(work: Work) -> float:
         sampling = [
             SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False, seed=None)
             for _, length in work
         ]
+        started = time.perf_counter()
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in work], sampling, use_tqdm=False)
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
+        seconds = time.perf_counter() - started
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [length for _, length in work]
+        return seconds
 
     return serve
 
@@ -134,11 +118,8 @@ def measure(peer: str, model_dir: str, threads: int) -> None:
     serve = PEERS[peer](model_dir, threads)
     serve(make_work(SLOTS, 4, 8, vocabulary, seed=1))
     work = make_work(REQUESTS, MEAN, LONGEST, vocabulary, seed=0)
-    started = time.perf_counter()
-    tokens = serve(work)
-    seconds = time.perf_counter() - started
-    assert tokens == sum(length for _, length in work), "a peer ended an answer early"
-    print(tokens / seconds, flush=True)
+    seconds = serve(work)
+    print(sum(length for _, length in work) / seconds, flush=True)
 
 
 def run_peer(peer: str, given: argparse.Namespace) -> float:

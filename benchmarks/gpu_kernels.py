@@ -1,4 +1,4 @@
-"""Measures the kernels of a GPU alone: `python benchmarks/kernels.py [attention] [sampling] [digest]`.
+"""Measures the kernels of a GPU alone: `python benchmarks/gpu_kernels.py [attention] [sampling] [digest]`.
 
 Times are medians by the clock of the GPU. Launches of attention and sampling are replayed as a CUDA graph.
 
@@ -176,7 +176,7 @@ def measure_digest() -> None:
 
 if __name__ == "__main__":
     if not torch.cuda.is_available():
-        raise SystemExit("benchmarks/kernels.py needs a GPU")
+        raise SystemExit("benchmarks/gpu_kernels.py needs a GPU")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     kernels = {"attention": measure_attention, "sampling": measure_sampling, "digest": measure_digest}
     for kernel in sys.argv[1:] or kernels:
