@@ -2,9 +2,10 @@
 
     python benchmarks/cpu_peers.py examples/smollm2/model --vllm-python .venv-vllm/bin/python
 
-`headrace bench engine --peer generate` measures the first and the last. vLLM then serves the same prompts and answer
-lengths in an environment of its own. End tokens are ignored, so all generate the same number of tokens, and each warms
-up on other requests first. Tokens that only pad a batch do not count. The machine must have nothing else to do.
+In each round, every peer serves the same requests, one peer after the other, each in a process of its own. Prompts have
+48 to 80 tokens, and answers have lognormal lengths. End tokens are ignored, so all peers generate the same number of
+tokens. A peer warms up on other requests first. Tokens that only pad a batch do not count. vLLM needs an environment of
+its own; `--peers ours hf` leaves vLLM out. The machine must have nothing else to do.
 """
 
 from __future__ import annotations
@@ -15,92 +16,150 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
 
 DEADLINE = 1800
-"""The time limit of each of the two processes in seconds, including its start."""
-PROMPT, MEAN, LONGEST = 64, 64, 256
+"""The time limit of a peer for one round in seconds, including its start."""
 REQUESTS, SLOTS = 64, 32
+MEAN, LONGEST = 64, 256
+SHORTEST_PROMPT, LONGEST_PROMPT = 48, 80
 Work = list[tuple[list[int], int]]
 """Pairs of a prompt and the length of its answer in tokens."""
 
 
-def serve_vllm(model: str) -> None:
-    """Serve the work that is on the standard input, and print its seconds. This runs in vLLM's environment.
+def make_work(requests: int, mean: float, longest: int, vocabulary: int, seed: int) -> Work:
+    """Return prompts of random tokens, and answer lengths from a lognormal distribution with this mean.
 
-    vLLM records the log-probability of every sampled token, as the embedded engine does.
+    Lengths above `longest` are cut to `longest`.
+    """
+    rng = np.random.default_rng(seed)
+    sigma = 0.8
+    lengths = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, requests).clip(1, longest).astype(int)
+    sizes = (SHORTEST_PROMPT, LONGEST_PROMPT + 1)
+    return [(rng.integers(100, vocabulary, rng.integers(*sizes)).tolist(), int(length)) for length in lengths]
+
+
+def requests_of(work: Work) -> list[Any]:
+    """Return the work as requests to an engine."""
+    from headrace.engines.base import Request, Sampling
+
+    return [
+        Request(id=str(i), token_ids=np.array(prompt, np.int32), sampling=Sampling(max_tokens=length, seed=i))
+        for i, (prompt, length) in enumerate(work)
+    ]
+
+
+def serve_ours(model_dir: str, threads: int) -> Callable[[Work], float]:
+    """Load the embedded engine, and return a function that serves work and returns the seconds."""
+    import torch
+
+    from headrace.bench.engine_rounds import Driver
+    from headrace.config.schema import EngineConfig
+    from headrace.engines.embedded.core import EngineCore
+    from headrace.models.loading import load_model
+    from headrace.models.selfcheck import check_model
+
+    torch.set_num_threads(threads)
+    model = load_model(model_dir)
+    check_model(model)
+    config = EngineConfig(slots=SLOTS, threads=threads)
+    driver = Driver(EngineCore(model, config, name="engine", max_length=LONGEST_PROMPT + LONGEST, version=0))
+    return lambda work: driver.run(requests_of(work)).seconds
+
+
+def serve_hf(model_dir: str, threads: int) -> Callable[[Work], float]:
+    """Load Hugging Face's model, and return a function that serves work with `generate` on padded batches."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from headrace.bench.engine import padded_generate
+
+    torch.set_num_threads(threads)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    return lambda work: padded_generate(model, requests_of(work), SLOTS, "cpu")
+
+
+def serve_vllm(model_dir: str, threads: int) -> Callable[[Work], float]:
+    """Load vLLM's offline engine, and return a function that serves work with it.
+
+    vLLM records the log-probability of every sampled token, as the embedded engine does. Its threads are set by the
+    environment of the process.
     """
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
-    work: Work = json.load(sys.stdin)
-    llm = LLM(
-        model=model,
-        dtype="float32",
-        max_num_seqs=SLOTS,
-        max_model_len=PROMPT + LONGEST + 16,
-        enable_prefix_caching=False,
-    )
+    room = LONGEST_PROMPT + LONGEST + 16
+    llm = LLM(model=model_dir, dtype="float32", max_num_seqs=SLOTS, max_model_len=room, enable_prefix_caching=False)
 
-    def serve(work: Work) -> None:
+    def serve(work: Work) -> float:
         sampling = [
             SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False, seed=None)
             for _, length in work
         ]
+        started = time.perf_counter()
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in work], sampling, use_tqdm=False)
+        seconds = time.perf_counter() - started
         assert [len(output.outputs[0].token_ids) for output in outputs] == [length for _, length in work]
+        return seconds
 
-    serve([(prompt[::-1], 4) for prompt, _ in work[:SLOTS]])
-    started = time.perf_counter()
-    serve(work)
-    print(time.perf_counter() - started, flush=True)
+    return serve
 
 
-def run(command: list[str], environment: dict[str, str], given: str = "") -> str:
-    """Run a process, and return what it printed."""
-    return subprocess.run(
-        command, env=environment, input=given, stdout=subprocess.PIPE, text=True, timeout=DEADLINE, check=True
-    ).stdout
+PEERS = {"ours": serve_ours, "vllm": serve_vllm, "hf": serve_hf}
 
 
-def main() -> None:
-    """Print the tokens per second of the engine and of its peers, and the ratio of the engine to each."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--vllm-python", default=".venv-vllm/bin/python", help='"" leaves vLLM out')
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.serve:
-        serve_vllm(given.model)
-        return
+def measure(peer: str, model_dir: str, threads: int) -> None:
+    """Warm up, serve the work once, and print the tokens per second. This runs in the process of a peer."""
+    vocabulary = json.loads((Path(model_dir) / "config.json").read_text())["vocab_size"]
+    serve = PEERS[peer](model_dir, threads)
+    serve(make_work(SLOTS, 4, 8, vocabulary, seed=1))
+    work = make_work(REQUESTS, MEAN, LONGEST, vocabulary, seed=0)
+    seconds = serve(work)
+    print(sum(length for _, length in work) / seconds, flush=True)
+
+
+def run_peer(peer: str, given: argparse.Namespace) -> float:
+    """Run one round of one peer in a process of its own, and return its tokens per second."""
     environment = dict(os.environ, OMP_NUM_THREADS=str(given.threads), TOKENIZERS_PARALLELISM="false")
-    options = {"batch": SLOTS, "requests": REQUESTS, "prompt": PROMPT, "lengths": f"lognormal:{MEAN}:{LONGEST}"}
-    options |= {"device": "cpu", "threads": given.threads, "peer": "generate", "rescore": 0}
-    arguments = [f"--{name}={value}" for name, value in options.items()]
-    command = [sys.executable, "-m", "headrace", "bench", "engine", given.model, "--json", *arguments]
-    found = json.loads(run(command, environment))
-    rates = {"Headrace": found["tokens_per_second"], "generate": found["peers"]["generate"]["tokens_per_second"]}
-    if given.vllm_python:
+    if peer == "vllm":
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": f"0-{given.threads - 1}"}
         environment |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         environment.pop("PYTHONPATH", None)
-        command = [given.vllm_python, str(Path(__file__)), given.model, "--serve"]
-        seconds = float(run(command, environment, json.dumps(made_work(given.model))).split()[-1])
-        rates["vLLM"] = found["generated_tokens"] / seconds
-    for name, rate in rates.items():
-        print(f"{name}: {rate:.1f} tokens/s, ours over it {rates['Headrace'] / rate:.2f}")
+    python = given.vllm_python if peer == "vllm" else sys.executable
+    command = [python, __file__, given.model, f"--serve={peer}", f"--threads={given.threads}"]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=DEADLINE, check=True)
+    return float(done.stdout.split()[-1])
 
 
-def made_work(model: str) -> Work:
-    """Return the prompts and lengths of `headrace bench engine` with these options."""
-    from headrace.bench.engine_rounds import make_requests
-    from headrace.bench.options import EngineBench
-
-    vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
-    lengths = f"lognormal:{MEAN}:{LONGEST}"
-    options = EngineBench(model=model, batch=SLOTS, requests=REQUESTS, prompt=PROMPT, lengths=lengths)
-    requests = make_requests(options, vocabulary)
-    return [(request.token_ids.tolist(), request.sampling.max_tokens) for request in requests]
+def main() -> None:
+    """Print the tokens per second of every peer, and the ratio of the embedded engine to each other peer."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--vllm-python", default=".venv-vllm/bin/python")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--serve", choices=PEERS, help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    given = parser.parse_args()
+    if given.serve:
+        measure(given.serve, given.model, given.threads)
+        return
+    rates: dict[str, list[float]] = {peer: [] for peer in given.peers}
+    for _ in range(given.rounds):
+        for peer, found in rates.items():
+            found.append(run_peer(peer, given))
+            print(f"{peer}: {found[-1]:.1f} tokens/s", flush=True)
+    best = {peer: median(found) for peer, found in rates.items()}
+    for peer in best:
+        if peer != "ours" and "ours" in best:
+            print(f"ours / {peer}: {best['ours'] / best[peer]:.2f}")
+    if given.json:
+        given.json.write_text(json.dumps({"tokens_per_second": rates, "median": best}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

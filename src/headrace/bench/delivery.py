@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from headrace.bench.base import begin, choose_dtype, copy_seconds
-from headrace.bench.delivery_engine import Enter, Taken
+from headrace.bench.delivery_engine import Taken
 from headrace.bench.delivery_sides import RANK, Begin, Publish, Published, PublisherProcess, Ready, Side
 from headrace.bench.options import DeliveryBench
 from headrace.bench.report import Say
@@ -39,9 +39,6 @@ SOCKET_SECONDS = 60.0
 WARM_UP = 2
 """The number of first versions that are not measured, so that both places to which versions are written in turn have
 been used before."""
-WITHIN_SECONDS = 0.02
-"""If engines decode, each publish is delayed by a random time of at most this many seconds, which is several steps of a
-GPU. Otherwise every version would arrive at the same point of a step."""
 LEGS = ("snapshot", "digest", "travel", "stage", "notice", "install", "under_way", "first_step")
 """The parts of the time from the publish to the first token of the new version, in order. `snapshot`: the trainer
 copies its weights. `digest`: the copy is digested, until the version can be fetched. `travel`: the manifest goes to the
@@ -115,17 +112,13 @@ def bench_delivery(options: DeliveryBench, say: Say) -> dict[str, Any]:
     device, found = begin("delivery", options, "--model-shape ")
     todo = rows(options, device)
     options = msgspec.structs.replace(options, device=device, dtype=choose_dtype(options.dtype, device))
-    before = torch.get_num_threads()
     torch.set_num_threads(options.threads)
-    try:
-        found |= {name: getattr(options, name) for name in ("dtype", "threads", "engines")}
-        found |= {"sharing_threads": threads_here(), "adapter_rank": RANK, "proof": {}, "rows": []}
-        for kind in dict.fromkeys(row.send for row in todo):
-            found["proof"][kind], measured = _kind(options, kind, [row for row in todo if row.send == kind], say)
-            found["rows"] += measured
-        return found
-    finally:
-        torch.set_num_threads(before)
+    found |= {name: getattr(options, name) for name in ("dtype", "threads", "engines")}
+    found |= {"sharing_threads": threads_here(), "adapter_rank": RANK, "proof": {}, "rows": []}
+    for kind in dict.fromkeys(row.send for row in todo):
+        found["proof"][kind], measured = _kind(options, kind, [row for row in todo if row.send == kind], say)
+        found["rows"] += measured
+    return found
 
 
 def _kind(
@@ -136,25 +129,13 @@ def _kind(
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-"))
         say(f"making two sets of weights ({kind}) of {options.model} in {options.dtype}")
-        begun = Begin(
-            model=options.model,
-            dtype=options.dtype,
-            device=options.device,
-            seed=options.seed,
-            kind=kind,
-            changed=options.changed,
-            receivers=options.engines,
-            directory=f"{directory}/weights",
-            threads=options.threads,
-            compare=True,
-            within_seconds=WITHIN_SECONDS if options.decode else 0.0,
-        )
+        begun = Begin(options=options, kind=kind, directory=f"{directory}/weights")
         publisher = stack.enter_context(contextlib.closing(PublisherProcess(begun, _environment(0))))
         say(f"starting {options.engines} engine(s)")
         engines = []
         for number in range(options.engines):
-            enter = Enter(name=f"engine-{number}", options=options, adapter=kind == "adapter")
-            engine = Side("headrace.bench.delivery_engine", enter, _environment(number + 1))
+            first = msgspec.structs.replace(begun, name=f"engine-{number}")
+            engine = Side("headrace.bench.delivery_engine", first, _environment(number + 1))
             engines.append(stack.enter_context(contextlib.closing(engine)))
         for engine in engines:
             engine.answer(Ready)
@@ -174,9 +155,9 @@ def _deliver(publisher: PublisherProcess, engines: list[Side], order: Publish, d
     for engine in engines:
         engine.tell(published.manifest)
     taken = [engine.answer(Taken) for engine in engines]
-    for proof in (each.proof for each in taken):
-        if not proof.accepted:
-            raise DeliveryError(f"version {proof.version} was not accepted by {proof.engine}: {proof.reason}")
+    for number, each in enumerate(taken):
+        if each.refused:
+            raise DeliveryError(f"version {order.version} was not accepted by engine-{number}: {each.refused}")
     # Compared right after each version, so that other work on the machine slows both down alike.
     wire = _wire_bytes(published.manifest)
     bare = socket_seconds(wire) if order.transport == "tcp" else 0.0

@@ -11,16 +11,14 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
-from headrace.bench.base import load, vocabulary_of
-from headrace.bench.delivery_sides import Connection, Ready, served_adapter
+from headrace.bench.base import vocabulary_of
+from headrace.bench.delivery_sides import Begin, Connection, Ready, load_served
 from headrace.bench.engine_checks import plain_twin, score_canary
-from headrace.bench.options import DeliveryBench
 from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.receiver import Receiver, Staged
@@ -30,7 +28,6 @@ from headrace.engines.embedded.engine import EngineLoop
 from headrace.engines.embedded.setup import give_way_to_decoding
 from headrace.errors import DeliveryError, HeadraceError
 from headrace.models.loading import named_weights
-from headrace.models.lora import Adapter
 
 PROMPT = 16
 LONGEST = 512
@@ -41,24 +38,14 @@ _WARM_TOKENS = 32
 """How many tokens each sequence has before the first delivery, so that kernels are loaded and graphs captured."""
 
 
-class Enter(msgspec.Struct, kw_only=True):
-    """The first message to an engine's process: which model to load, and how.
-
-    The options name the device and the dtype; they are never `auto` or empty here.
-    """
-
-    name: str
-    options: DeliveryBench
-    adapter: bool
-
-
 class Taken(msgspec.Struct, kw_only=True):
-    """The answer to a manifest: the proof, and how long each part took.
+    """The answer to a manifest: whether the version was proved, and how long each part took.
 
     Fields that end in `_at` are times of the monotonic clock, which all processes of a host share.
     """
 
-    proof: Proof
+    refused: str = ""
+    """Why the version was not accepted; empty if it was."""
     fetch_seconds: float = 0.0
     stage_seconds: float = 0.0
     """The time to fetch and check the version. It includes `fetch_seconds`."""
@@ -83,11 +70,11 @@ class Taken(msgspec.Struct, kw_only=True):
     """The mean time of a decode step since the delivery before."""
 
 
-def hold(line: Connection, enter: Enter) -> None:
+def hold(line: Connection, begin: Begin) -> None:
     """Take versions as an engine that only holds the weights of a model. The plain model scores the canary."""
-    model, adapter, base = _served(enter)
+    model, adapter, base = load_served(begin)
     weights = adapter.weights() if adapter else named_weights(model)
-    receiver = Receiver(weights, enter.name, installed=adapter.apply if adapter else None, base_digest=base)
+    receiver = Receiver(weights, begin.name, installed=adapter.apply if adapter else None, base_digest=base)
     twin = plain_twin(model)
     line.send(Ready())
     try:
@@ -104,7 +91,7 @@ def hold(line: Connection, enter: Enter) -> None:
             canary = time.monotonic() - proved_at
             line.send(
                 Taken(
-                    proof=receiver.prove(installed, logprobs),
+                    refused=receiver.prove(installed, logprobs).reason,
                     fetch_seconds=staged.fetch_seconds,
                     stage_seconds=staged.seconds,
                     swap_seconds=proved_at - began,
@@ -117,55 +104,56 @@ def hold(line: Connection, enter: Enter) -> None:
 
 
 class TimedCore(EngineCore):
-    """An engine core that notes when each part of the last delivery happened."""
+    """An engine core that notes in `taken` when each part of the last delivery happened."""
 
-    staged: Staged
-    staged_at = install_began_at = installed_at = last_token_at = proved_at = step_seconds = 0.0
+    taken = Taken()
 
     def stage(self, manifest: Manifest) -> Staged:
         """See `EngineCore.stage`."""
-        self.staged = super().stage(manifest)
-        self.staged_at = time.monotonic()
-        return self.staged
+        self.taken = Taken()
+        staged = super().stage(manifest)
+        self.taken.fetch_seconds, self.taken.stage_seconds = staged.fetch_seconds, staged.seconds
+        self.taken.staged_at = time.monotonic()
+        return staged
 
     def install(self, staged: Staged) -> None:
         """See `EngineCore.install`."""
         timings = self.timings
-        self.step_seconds = (timings.device_seconds or timings.host_seconds) / max(1, timings.steps)
+        self.taken.step_seconds = (timings.device_seconds or timings.host_seconds) / max(1, timings.steps)
         timings.reset()
-        self.install_began_at = time.monotonic()
+        self.taken.install_began_at = time.monotonic()
         super().install(staged)
-        self.installed_at = self.last_token_at = time.monotonic()
+        self.taken.installed_at = self.taken.last_token_at = time.monotonic()
 
     def step(self) -> list[Delta]:
         """See `EngineCore.step`."""
         known = self._generated
         deltas = super().step()
         if self._generated > known and self.drawn_version < self._live:
-            self.last_token_at = time.monotonic()
+            self.taken.last_token_at = time.monotonic()
         return deltas
 
     def proof(self, *, wait: bool) -> Proof | None:
         """See `EngineCore.proof`."""
         if (proof := super().proof(wait=wait)) is not None:
-            self.proved_at = time.monotonic()
+            self.taken.proved_at = time.monotonic()
         return proof
 
 
 class DecodingEngine:
     """An engine that decodes a full batch all the time, driven by the loop that drives an engine in a run."""
 
-    def __init__(self, enter: Enter) -> None:
-        model, adapter, base = _served(enter)
-        rows = enter.options.decode
+    def __init__(self, begin: Begin) -> None:
+        model, adapter, base = load_served(begin)
+        rows = begin.options.decode
         positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", LONGEST))
         self._longest = min(LONGEST, positions)
         # Layers are compiled, as in a run. Compiled steps are shorter, and new weights wait for a step to end.
         config = EngineConfig(kv="keep", slots=rows, cache_tokens=(rows + 1) * (self._longest + 64))
         self._core = TimedCore(
-            model, config, name=enter.name, max_length=self._longest, version=0, adapter=adapter, base_digest=base
+            model, config, name=begin.name, max_length=self._longest, version=0, adapter=adapter, base_digest=base
         )
-        self._draw = np.random.default_rng(enter.options.seed)
+        self._draw = np.random.default_rng(begin.options.seed)
         self._vocabulary = vocabulary_of(model)
         self._submitted = 0
         self._core.submit(self._requests(rows))
@@ -175,28 +163,15 @@ class DecodingEngine:
 
     def take(self, manifest: Manifest, received_at: float) -> Taken:
         """Load a version while the engine decodes. Return once it is proved and a token was drawn under it."""
-        core = self._core
         proof = self.loop.load(manifest).result(PROOF_SECONDS)
-        if not proof.accepted:
-            return Taken(proof=proof)
-        while core.drawn_version < manifest.version:
+        while proof.accepted and self._core.drawn_version < manifest.version:
             _check_time(manifest, received_at)
             time.sleep(_POLL_SECONDS)
-        return Taken(
-            proof=proof,
-            fetch_seconds=core.staged.fetch_seconds,
-            stage_seconds=core.staged.seconds,
-            # Without a GPU there is no gap between launches: decoding waits for the whole call of `install`.
-            swap_seconds=core.timings.longest_gap_seconds or core.installed_at - core.install_began_at,
-            proved_at=core.proved_at,
-            received_at=received_at,
-            staged_at=core.staged_at,
-            install_began_at=core.install_began_at,
-            installed_at=core.installed_at,
-            last_token_at=core.last_token_at,
-            first_token_at=core.drawn_at,
-            step_seconds=core.step_seconds,
-        )
+        taken = self._core.taken
+        taken.refused, taken.received_at, taken.first_token_at = proof.reason, received_at, self._core.drawn_at
+        # Without a GPU there is no gap between launches: decoding waits for the whole call of `install`.
+        taken.swap_seconds = self._core.timings.longest_gap_seconds or taken.installed_at - taken.install_began_at
+        return taken
 
     def _replace(self, deltas: list[Delta]) -> None:
         """Replace the sequences that have ended."""
@@ -218,9 +193,9 @@ class DecodingEngine:
         ]
 
 
-def decode(line: Connection, enter: Enter) -> None:
+def decode(line: Connection, begin: Begin) -> None:
     """Take versions as an engine that decodes. Versions are received beside the thread that makes the steps."""
-    engine = DecodingEngine(enter)
+    engine = DecodingEngine(begin)
     # The process of a real engine does the same, once everything is loaded.
     give_way_to_decoding()
     line.send(Ready())
@@ -239,12 +214,6 @@ def decode(line: Connection, enter: Enter) -> None:
     engine.loop.run()
 
 
-def _served(enter: Enter) -> tuple[Any, Adapter | None, int | None]:
-    options = enter.options
-    model = load(options.model, options.dtype, options.device, options.seed)
-    return model, *(served_adapter(model) if enter.adapter else (None, None))
-
-
 def _check_time(manifest: Manifest, began: float) -> None:
     if time.monotonic() - began > PROOF_SECONDS:
         raise DeliveryError(f"version {manifest.version} was not proved within {PROOF_SECONDS:g} s")
@@ -252,10 +221,10 @@ def _check_time(manifest: Manifest, began: float) -> None:
 
 def serve(line: Connection) -> None:
     """Load the model, and take versions until the connection is closed."""
-    enter = line.receive(Enter)
-    torch.set_num_threads(enter.options.threads)
+    begin = line.receive(Begin)
+    torch.set_num_threads(begin.options.threads)
     try:
-        (decode if enter.options.decode else hold)(line, enter)
+        (decode if begin.options.decode else hold)(line, begin)
     except EOFError:
         return
 

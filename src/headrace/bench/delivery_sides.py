@@ -27,6 +27,7 @@ import torch
 
 from headrace.bench.base import Weights, load, vocabulary_of
 from headrace.bench.engine_checks import plain_twin, score_canary
+from headrace.bench.options import DeliveryBench
 from headrace.bench.timing import REPEATS, median_seconds
 from headrace.channel.codec import decode, encode
 from headrace.config.schema import LoraConfig
@@ -51,6 +52,9 @@ CLOSE_SECONDS = 30.0
 _END_SECONDS = 5.0
 """How long to wait for a process to end after its connection was closed, to learn its exit code."""
 CANARY_TOKENS = 16
+WITHIN_SECONDS = 0.02
+"""If engines decode, each publish is delayed by a random time of at most this many seconds, which is several steps of a
+GPU. Otherwise a version would be published as soon as the engine has answered, always at the same point of a step."""
 RANK = 16
 """The rank of the adapter that is sent."""
 _ADAPTER_SPREAD = 0.02
@@ -61,6 +65,9 @@ _CHANGE = 0.2
 
 class Ready(msgspec.Struct, kw_only=True):
     """The answer of a child that has done what its first message asked for."""
+
+    proof: dict[str, float] = {}
+    """Of the publisher: the size of a set, and the figures of `proof_seconds`; empty with `distinct`."""
 
 
 class Connection:
@@ -137,33 +144,18 @@ class Side:
 
 
 class Begin(msgspec.Struct, kw_only=True):
-    """The first message to the publisher: the two sets of weights. Version v has the weights of set v modulo 2."""
+    """The first message to a child: the options, whose device and dtype are chosen, and what is sent."""
 
-    model: str
-    random_weights: bool = False
-    dtype: str
-    device: str
-    seed: int
+    options: DeliveryBench
     kind: Kind = "full"
-    changed: float | None = None
-    """The share of words in which the last bit differs. None: all weights differ, and by much more."""
-    receivers: int = 1
+    name: str = ""
+    """The name of an engine. The publisher has no name."""
     directory: str = ""
     """The directory of the `file` transport."""
-    threads: int = 0
-    """The number of torch's threads; 0 leaves torch its default."""
-    compare: bool = False
-    """Whether to time plain copies too, for comparison."""
-    within_seconds: float = 0.0
-    """Each publish is delayed by a random time of at most this many seconds. Without a delay, a version would be
-    published as soon as the engine has answered, always at the same point of the engine's step."""
-
-
-class Begun(msgspec.Struct, kw_only=True):
-    """The answer: the sets are there."""
-
-    proof: dict[str, float]
-    """The size of a set, and the figures of `proof_seconds`; empty without `compare`."""
+    random_weights: bool = False
+    distinct: bool = False
+    """Whether the log-probabilities must show which set an engine has. Then all weights of the two sets differ, and by
+    much more than one bit, and no plain copies are timed."""
 
 
 class Publish(msgspec.Struct, kw_only=True):
@@ -185,7 +177,7 @@ class Published(msgspec.Struct, kw_only=True):
     ready_seconds: float
     """How long it took until the version could be fetched."""
     copy_seconds: float
-    """The time of a plain copy of the same tensors in this process, measured just before; 0 without `compare`."""
+    """The time of a plain copy of the same tensors in this process, measured just before; 0 with `distinct`."""
 
 
 class PublisherProcess(Side):
@@ -193,7 +185,7 @@ class PublisherProcess(Side):
 
     def __init__(self, begin: Begin, environment: Mapping[str, str] | None = None) -> None:
         super().__init__("headrace.bench.delivery_sides", begin, environment)
-        self.proof = self.answer(Begun).proof
+        self.proof = self.answer(Ready).proof
 
     def publish(self, order: Publish) -> Published:
         """Publish the next version, and free the place of the version before it. Return once it can be fetched."""
@@ -201,13 +193,17 @@ class PublisherProcess(Side):
         return self.answer(Published)
 
 
-def served_adapter(model: Any) -> tuple[Adapter, int]:
-    """Attach an adapter to this model, as an engine serves it (merged).
+def load_served(begin: Begin) -> tuple[Any, Adapter | None, int | None]:
+    """Return the model, the adapter that is attached to it (merged, as an engine serves it), and the digest under it.
 
-    Return the adapter and the digest of the weights under it.
+    Without an adapter, the last two are None.
     """
+    options = begin.options
+    model = load(options.model, options.dtype, options.device, options.seed, random_weights=begin.random_weights)
+    if begin.kind != "adapter":
+        return model, None, None
     base = digest(named_weights(model).items())
-    return Adapter(model, LoraConfig(rank=RANK, alpha=2.0 * RANK), "merged"), base
+    return model, Adapter(model, LoraConfig(rank=RANK, alpha=2.0 * RANK), "merged"), base
 
 
 def flip_words(tensor: torch.Tensor, share: float, draw: torch.Generator) -> torch.Tensor:
@@ -222,7 +218,10 @@ def flip_words(tensor: torch.Tensor, share: float, draw: torch.Generator) -> tor
 
 @torch.inference_mode()
 def two_sets(live: Weights, seed: int, share: float | None = None) -> tuple[Weights, Weights]:
-    """Return a copy of these weights, and a changed set; see `Begin.changed`. They are the same in every process."""
+    """Return a copy of these weights, and a changed set. They are the same in every process.
+
+    With a share, the last bit of this share of words differs. Without, all weights differ, and by much more.
+    """
     draw = torch.Generator(next(iter(live.values())).device).manual_seed(seed)
 
     def changed(tensor: torch.Tensor) -> torch.Tensor:
@@ -242,16 +241,16 @@ def make_sets(begin: Begin) -> tuple[tuple[Weights, Weights], list[Score], Int32
 
     Return with them the canary, and the digest of the weights under an adapter (0 without one).
     """
-    model = load(begin.model, begin.dtype, begin.device, begin.seed, random_weights=begin.random_weights)
-    adapter, base = served_adapter(model) if begin.kind == "adapter" else (None, 0)
+    options = begin.options
+    model, adapter, base = load_served(begin)
     live = adapter.weights() if adapter else named_weights(model)
     if adapter:
         # All tensors of an adapter change in every step.
         for tensor in live.values():
-            tensor.normal_(0.0, _ADAPTER_SPREAD, generator=torch.Generator(tensor.device).manual_seed(begin.seed))
+            tensor.normal_(0.0, _ADAPTER_SPREAD, generator=torch.Generator(tensor.device).manual_seed(options.seed))
     # Rounded as they travel, so that engines have what the canary is scored under.
-    rounded = {name: tensor.to(getattr(torch, begin.dtype)) for name, tensor in live.items()}
-    sets = two_sets(rounded, begin.seed, None if adapter else begin.changed)
+    rounded = {name: tensor.to(getattr(torch, options.dtype)) for name, tensor in live.items()}
+    sets = two_sets(rounded, options.seed, None if adapter or begin.distinct else options.changed)
     twin, canary = plain_twin(model), canary_sequence(vocabulary_of(model), CANARY_TOKENS)
     scores: list[Score] = []
     for weights in sets:
@@ -260,7 +259,7 @@ def make_sets(begin: Begin) -> tuple[tuple[Weights, Weights], list[Score], Int32
         if adapter:
             adapter.apply()
         scores.append(partial(_known, score_canary(twin, canary)))
-    return sets, scores, canary, base
+    return sets, scores, canary, base or 0
 
 
 def _known(logprobs: Float32Array, _: Int32Array) -> Float32Array:
@@ -294,13 +293,14 @@ def proof_seconds(weights: Weights, device: str) -> dict[str, float]:
 def serve(line: Connection) -> None:
     """Make the sets, and publish versions until the connection is closed."""
     begin = line.receive(Begin)
-    if begin.threads:
-        torch.set_num_threads(begin.threads)
+    options, compare = begin.options, not begin.distinct
+    if compare:
+        torch.set_num_threads(options.threads)
     sets, scores, canary, base_digest = make_sets(begin)
     gc.collect()
     sizes = {"bytes": sum(tensor.nbytes for tensor in sets[0].values()), "tensors": len(sets[0])}
-    line.send(Begun(proof=sizes | proof_seconds(sets[0], begin.device) if begin.compare else {}))
-    targets = {name: torch.zeros_like(tensor) for name, tensor in sets[0].items()} if begin.compare else {}
+    line.send(Ready(proof=sizes | proof_seconds(sets[0], options.device) if compare else {}))
+    targets = {name: torch.zeros_like(tensor) for name, tensor in sets[0].items()} if compare else {}
     publisher: Publisher | None = None
     last = Publish(version=-1, transport="")
     try:
@@ -314,17 +314,18 @@ def serve(line: Connection) -> None:
                 settings = SenderSettings(
                     run_id=f"bench-{uuid.uuid4().hex[:8]}",
                     directory=Path(begin.directory) if begin.directory else None,
-                    device=begin.device,
-                    receivers=begin.receivers,
+                    device=options.device,
+                    receivers=options.engines,
                     per_parameter=order.per_parameter,
                 )
                 way = sender(order.transport, settings)
-                publisher = Publisher(way, begin.dtype, None, canary, send=begin.kind, base_digest=base_digest)
+                publisher = Publisher(way, options.dtype, None, canary, send=begin.kind, base_digest=base_digest)
             last, version, weights = order, order.version, sets[order.version % 2]
             # Only torch's own threads work on this copy. A delivery may use more cores.
-            copy = median_seconds(lambda: copy_all(targets, sets[0], threads=1), begin.device, 1) if targets else 0.0
-            # The delays are the same in every run.
-            time.sleep(random.Random(version).uniform(0.0, begin.within_seconds))
+            copy = median_seconds(lambda: copy_all(targets, sets[0], threads=1), options.device, 1) if targets else 0.0
+            if options.decode:
+                # The delays are the same in every run.
+                time.sleep(random.Random(version).uniform(0.0, WITHIN_SECONDS))
             began = time.monotonic()
             future = publisher.publish(version, version - 1, version, weights, scores[version % 2])
             lost = time.monotonic() - began

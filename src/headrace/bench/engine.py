@@ -40,7 +40,7 @@ from headrace.bench.engine_rounds import (
     run_with_swaps,
     swap_figures,
 )
-from headrace.bench.options import EngineBench
+from headrace.bench.options import DeliveryBench, EngineBench
 from headrace.bench.report import Say
 from headrace.bench.timing import Timed
 from headrace.config.schema import EngineConfig
@@ -205,13 +205,10 @@ class _Bench:
         sets = tuple({name: tensor.cpu() for name, tensor in weights.items()} for weights in (first, second))
         # The transport that `auto` chooses if trainer and engine are on one host.
         transport = "cuda_ipc" if self._device == "cuda" else "shm"
-        begun = Begin(
-            model=options.model,
-            random_weights=options.random_weights,
-            dtype=self._dtype,
-            device=self._device,
-            seed=options.seed,
+        sent = msgspec.structs.replace(
+            DeliveryBench(model=options.model, seed=options.seed), dtype=self._dtype, device=self._device
         )
+        begun = Begin(options=sent, random_weights=options.random_weights, distinct=True)
         with closing(PublisherProcess(begun)) as publisher:
             self._say(f"the same requests, with new weights every {options.swap_every:g} s")
             run, swaps = run_with_swaps(driver, requests, publisher, transport, options.swap_every)
@@ -244,13 +241,16 @@ class _Bench:
 def padded_generate(twin: Any, requests: list[Request], batch: int, device: str) -> float:
     """Return the seconds of Hugging Face's `generate` for the same prompts, after a short warm-up.
 
-    Each batch, in the order of the requests, runs until its longest answer is complete. Only tokens that were asked for
-    count.
+    Each batch, in the order of the requests, is padded to its longest prompt and runs until its longest answer is
+    complete. Only tokens that were asked for count.
     """
 
     def generate(first: int, tokens: int) -> None:
-        prompts = np.stack([request.token_ids for request in requests[first : first + batch]])
-        ids = torch.from_numpy(prompts.astype(np.int64)).to(twin.device)
+        prompts = [request.token_ids for request in requests[first : first + batch]]
+        width = max(map(len, prompts))
+        ids = torch.from_numpy(np.stack([np.pad(prompt, (width - len(prompt), 0)) for prompt in prompts]))
+        starts = torch.tensor([width - len(prompt) for prompt in prompts])
+        mask = torch.arange(width) >= starts[:, None]
         # The model's own generation settings (end tokens, penalties) would change the work.
         twin.generation_config = GenerationConfig(
             do_sample=True,
@@ -261,7 +261,7 @@ def padded_generate(twin: Any, requests: list[Request], batch: int, device: str)
             eos_token_id=None,
             pad_token_id=0,
         )
-        out = twin.generate(ids, attention_mask=torch.ones_like(ids))
+        out = twin.generate(ids.long().to(twin.device), attention_mask=mask.long().to(twin.device))
         if out.shape[1] != ids.shape[1] + tokens:
             raise HeadraceError(f"generate gave {out.shape[1] - ids.shape[1]} of {tokens} tokens")
 

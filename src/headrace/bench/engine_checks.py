@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch
 from transformers import DynamicCache, TopKLogitsWarper, TopPLogitsWarper
 
 from headrace.bench.base import Weights
-from headrace.engines.base import Request, Sampling
+from headrace.engines.base import Delta, Request, Sampling
 from headrace.models.head import float32_head
 from headrace.models.loading import named_weights
 from headrace.types import Float32Array, Int32Array
@@ -35,16 +34,8 @@ _ROWS = 512
 """The number of positions whose whole distributions exist at the same time."""
 
 
-@dataclass(frozen=True)
-class DrawnAnswer:
-    """All tokens of one request, with their records."""
-
-    token_ids: Int32Array
-    logprobs: Float32Array
-    versions: Int32Array
-
-
-Row = tuple[Request, DrawnAnswer]
+Row = tuple[Request, Delta]
+"""A request, and all its tokens as one delta."""
 
 
 def plain_twin(model: Any) -> Any:
@@ -65,7 +56,7 @@ def install(model: Any, weights: Weights) -> None:
         tensor.copy_(weights[name])
 
 
-def chosen_rows(requests: Sequence[Request], answers: Sequence[DrawnAnswer], share: float) -> list[Row]:
+def chosen_rows(requests: Sequence[Request], answers: Sequence[Delta], share: float) -> list[Row]:
     """Return this share of the rows, and at least one, spread evenly over the batch."""
     count = len(requests)
     wanted = min(count, max(1, round(count * share)))
@@ -99,9 +90,7 @@ def rescore(twin: Any, rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def check_tags(
-    twin: Any, sets: Sequence[Weights], answers: list[DrawnAnswer], rows: list[Row], dtype: str
-) -> dict[str, Any]:
+def check_tags(twin: Any, sets: Sequence[Weights], answers: list[Delta], rows: list[Row], dtype: str) -> dict[str, Any]:
     """Count the tokens whose tag cannot be right.
 
     In every answer, a tag must not be smaller than the tag before it. The rows in `rows` are replayed too, and their
@@ -128,7 +117,7 @@ def check_tags(
 
 
 @torch.inference_mode()
-def replay(twin: Any, sets: Sequence[Weights], request: Request, answer: DrawnAnswer, off_by: int = 0) -> Float32Array:
+def replay(twin: Any, sets: Sequence[Weights], request: Request, answer: Delta, off_by: int = 0) -> Float32Array:
     """Return the log-probabilities of an answer whose inputs go through the weights of their tags.
 
     Keys and values of older versions are kept, as in the engine. `off_by` is added to every tag.

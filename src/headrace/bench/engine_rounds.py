@@ -21,7 +21,6 @@ import msgspec
 import numpy as np
 
 from headrace.bench.delivery_sides import Publish, PublisherProcess
-from headrace.bench.engine_checks import DrawnAnswer
 from headrace.bench.options import EngineBench
 from headrace.bench.workload import make_lengths
 from headrace.delivery.base import Proof
@@ -110,7 +109,7 @@ class ProgressMark:
 class Round:
     """The measurements of one round of requests."""
 
-    answers: list[DrawnAnswer] = field(default_factory=list)
+    answers: list[Delta] = field(default_factory=list)
     """The answers, in the order of the requests."""
     seconds: float = 0.0
     steps: int = 0
@@ -197,13 +196,14 @@ class Driver:
             if delta.finish is not None:
                 self.open.remove(delta.id)
 
-    def answer(self, request: Request) -> DrawnAnswer:
+    def answer(self, request: Request) -> Delta:
         """Return all tokens of a request. Raises `HeadraceError` if the answer is not complete."""
         deltas, wanted = self._deltas[request.id], request.sampling.max_tokens
-        answer = DrawnAnswer(
-            np.concatenate([delta.token_ids for delta in deltas]),
-            np.concatenate([delta.logprobs for delta in deltas]),
-            np.concatenate([delta.versions for delta in deltas]),
+        answer = Delta(
+            id=request.id,
+            token_ids=np.concatenate([delta.token_ids for delta in deltas]),
+            logprobs=np.concatenate([delta.logprobs for delta in deltas]),
+            versions=np.concatenate([delta.versions for delta in deltas]),
         )
         if not len(answer.token_ids) == len(answer.logprobs) == len(answer.versions) == wanted:
             raise HeadraceError(f"request {request.id} ended with {len(answer.token_ids)} of {wanted} tokens")
@@ -242,7 +242,7 @@ def bench_fork(driver: Driver, like: Request, count: int, at: int, length: int) 
     }
 
 
-def _difference(fork: DrawnAnswer, fresh: DrawnAnswer) -> float:
+def _difference(fork: Delta, fresh: Delta) -> float:
     """Return the largest difference of the log-probabilities, up to the first token that differs."""
     same = fork.token_ids == fresh.token_ids
     until = len(same) if same.all() else int(same.argmin())
@@ -253,7 +253,7 @@ class Swap(NamedTuple):
     """The measurements of one swap."""
 
     at: float
-    """When staging began."""
+    """When the weights were staged, and so could be installed after the current step."""
     stall_seconds: float
     """How long decoding stood still. On a GPU: the longest gap between two launches of steps, from the beginning of
     staging until the weights were proved. The copy of the weights is part of that gap."""
@@ -271,16 +271,21 @@ def run_with_swaps(
     first = Publish(version=core.version + 1, transport=transport)
     _check(core.swap(core.stage(publisher.publish(first).manifest)))
 
+    seconds = 0.0
+
     def emit(deltas: list[Delta]) -> None:
+        nonlocal seconds
         driver.take(deltas)
         if not driver.open:
+            # Taken here, because the end of the loop waits for a version that is being staged.
+            seconds = time.perf_counter() - started
             ended.set()
             loop.stop()
 
     loop = EngineLoop(core, emit)
     core.timings.reset()
-    driver.submit(requests)
     started = time.perf_counter()
+    driver.submit(requests)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="versions") as pool:
 
         def feed() -> list[Swap]:
@@ -294,7 +299,6 @@ def run_with_swaps(
             loop.run()
         finally:
             ended.set()
-        seconds = time.perf_counter() - started
         swaps = fed.result(DEADLINE)
     answers = [driver.answer(request) for request in requests]
     return Round(answers=answers, seconds=seconds, steps=core.timings.steps), swaps
@@ -310,7 +314,7 @@ def stream_versions(
 ) -> list[Swap]:
     """Deliver the versions after `last` until the round has `ended`, and return the swaps.
 
-    A delivery begins `every` seconds after the last one was proved. So if a version is late, all later ones are too.
+    Staging begins `every` seconds after the last version was staged. So if a version is late, all later ones are too.
     """
     swaps: list[Swap] = []
     due = time.perf_counter() + every
@@ -320,7 +324,7 @@ def stream_versions(
         manifest = publisher.publish(last).manifest
         if ended.wait(max(0.0, due - time.perf_counter())):
             return swaps
-        at = time.perf_counter()
+        began = time.perf_counter()
         timings.longest_gap_seconds = 0.0
         try:
             proof = loop.load(manifest).result(DEADLINE)
@@ -331,8 +335,9 @@ def stream_versions(
         except HeadraceError:
             return swaps  # The round ended meanwhile, and the loop with it.
         # Without a GPU there is no gap between launches: decoding waits for the whole installation.
-        swaps.append(Swap(at, timings.longest_gap_seconds or proof.swap_seconds, proof))
-        due = time.perf_counter() + every
+        staged_at = began + proof.stage_seconds
+        swaps.append(Swap(staged_at, timings.longest_gap_seconds or proof.swap_seconds, proof))
+        due = staged_at + every
 
 
 def _check(proof: Proof) -> None:

@@ -4,10 +4,10 @@ Every run is real: engine and trainer are processes of their own, and weights ar
 Rates count *consumed* tokens, which are those that reached a loss.
 
 Without a model, a tiny one is measured. Every process has one compute thread, and rates are over the whole time of
-training. This includes the beginning, when the buffer fills, and the end, when it empties. Asynchrony can gain most
-where generating and training a version take about the same time; the figures say how close to that they are. With
-`--long-tail`, answers have very different lengths. Synchronous and asynchronous runs take turns, so that other work on
-the machine slows both down alike.
+training. This includes the beginning, when the buffer fills, and the end, when it empties. The workload is first
+balanced, so that generating and training a version take about the same time, because asynchrony can gain most there.
+The figures say how close the balance was. With `--long-tail`, answers have very different lengths. Synchronous and
+asynchronous runs take turns, so that other work on the machine slows both down alike.
 
 With a model, engine and trainer are on one device. The rate of generation alone is measured with the same answer
 lengths and the same number of answers in flight. The rate of training alone is taken from the time inside optimizer
@@ -47,7 +47,11 @@ from headrace.observe.progress import NoProgress
 from headrace.pipeline.launch import start_run
 
 VERSIONS, MODEL_VERSIONS, TAIL_VERSIONS = 30, 6, 25
-PROMPT, ANSWER = 96, 32
+ANSWER = 32
+FIRST_PROMPT, SHORTEST_PROMPT, LONGEST_PROMPT = 96, 4, 512
+BALANCE_VERSIONS, BALANCE_ATTEMPTS = 6, 3
+BALANCE = 1.08
+"""The wanted ratio of training time to generation time. It is above 1, so that the trainer does not have to wait."""
 TAIL_PROMPT, TAIL_LONGEST = 8, 400
 TAIL_GROUPS, TAIL_GROUP_SIZE = 16, 2
 DEPTHS = (0, 2)
@@ -75,9 +79,9 @@ def bench_loop(options: LoopBench, say: Say) -> dict[str, Any]:
 
 
 def _tiny(directory: Path, versions: int, say: Say) -> dict[str, Any]:
-    def measure(name: str, depth: int, threads: int) -> dict[str, Any]:
-        say(f"{name}: {versions} versions, depth {depth}, {threads} thread(s) a process")
-        given = {"prompt": PROMPT, "answer": ANSWER, "versions": versions, "depth": depth, "threads": threads}
+    def measure(name: str, prompt: int, versions: int, depth: int, threads: int) -> dict[str, Any]:
+        say(f"{name}: {versions} versions, prompts of {prompt} tokens, depth {depth}, {threads} thread(s) a process")
+        given = {"prompt": prompt, "answer": ANSWER, "versions": versions, "depth": depth, "threads": threads}
         summary = start_run(tiny_config(directory, name, **given), NoProgress()).summary
         seconds = summary["train_seconds"]
         names = ("tokens_per_second", "tokens_trained", "trainer_idle_fraction", "engine_idle_fraction", "lag_mean")
@@ -87,12 +91,20 @@ def _tiny(directory: Path, versions: int, say: Say) -> dict[str, Any]:
             "training_seconds": seconds * (1 - summary["trainer_idle_fraction"]),
         }
 
-    synchronous = measure("depth-0", 0, 1)
-    asynchronous = measure("depth-2", 2, 1)
-    two_threads = measure("depth-0-two-threads", 0, 2)
+    points: list[tuple[int, float, float]] = []
+    prompt = FIRST_PROMPT
+    for attempt in range(BALANCE_ATTEMPTS):
+        found = measure(f"balance-{attempt}", prompt, BALANCE_VERSIONS, 0, 1)
+        points.append((prompt, found["generation_seconds"], found["training_seconds"]))
+        if abs(found["training_seconds"] / found["generation_seconds"] / BALANCE - 1) < 0.05:
+            break
+        prompt = next_prompt(points)
+    synchronous = measure("depth-0", prompt, versions, 0, 1)
+    asynchronous = measure("depth-2", prompt, versions, 2, 1)
+    two_threads = measure("depth-0-two-threads", prompt, versions, 0, 2)
     return {
         "versions": versions,
-        "prompt_tokens": PROMPT,
+        "prompt_tokens": prompt,
         "answer_tokens": ANSWER,
         "training_over_generation": synchronous["training_seconds"] / synchronous["generation_seconds"],
         "depth_0": synchronous,
@@ -101,6 +113,24 @@ def _tiny(directory: Path, versions: int, say: Say) -> dict[str, Any]:
         "ratio": asynchronous["tokens_per_second"] / synchronous["tokens_per_second"],
         "ratio_to_two_threads": asynchronous["tokens_per_second"] / two_threads["tokens_per_second"],
     }
+
+
+def next_prompt(points: list[tuple[int, float, float]]) -> int:
+    """Return the prompt length to try next, from the length, generation time and training time of each try.
+
+    Generation computes a prompt once for each group, and training once for each answer. So a longer prompt gives the
+    trainer more work than the engine, and both times are close to linear in its length. The excess of a try is its
+    training time minus `BALANCE` times its generation time. The next length is where the line through the last two
+    excesses crosses zero. After the first try, it is a proportional guess.
+    """
+    excess = [(prompt, training - BALANCE * generation) for prompt, generation, training in points]
+    if len(excess) == 1:
+        prompt, generation, training = points[0]
+        guess = (prompt + ANSWER) * BALANCE * generation / training - ANSWER
+    else:
+        (x0, y0), (x1, y1) = excess[-2:]
+        guess = x1 if x0 == x1 or y0 == y1 else x1 - y1 * (x1 - x0) / (y1 - y0)
+    return min(max(round(guess), SHORTEST_PROMPT), LONGEST_PROMPT)
 
 
 def _long_tail(directory: Path, versions: int, rounds: int, say: Say) -> dict[str, Any]:

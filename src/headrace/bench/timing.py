@@ -54,30 +54,3 @@ def median_seconds(
             work()
         times.append(timed.seconds)
     return of(times[1:])
-
-
-def gpu_seconds(work: Callable[[], object], *, replayed: int = 0, runs: int = REPEATS) -> float:
-    """Return the median seconds of one call of the work, by the clock of the GPU. A first call is not counted.
-
-    With `replayed`, a run is the replay of a CUDA graph of this many calls, so that the host's launches take no part.
-    """
-    import torch
-
-    work()
-    torch.cuda.synchronize()
-    run = work
-    if replayed:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(replayed):
-                work()
-        run = graph.replay
-    times = []
-    for _ in range(runs):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(float(start.elapsed_time(end)) / 1000 / (replayed or 1))
-    return statistics.median(times)

@@ -102,7 +102,8 @@ def _measured(options: TrainBench, device: str, say: Say) -> dict[str, Any]:
         seconds.append(step.seconds)
     mean = sum(seconds) / len(seconds)
     needed = flops.of(lengths.tolist())
-    peak = peak_of(torch.cuda.get_device_name()) if device == "cuda" else None
+    gpu = torch.cuda.get_device_name() if device == "cuda" else ""
+    peak = next((peak for name, peak in PEAKS.items() if name in gpu), None)
     layers = compiled_layers(trainer.model)
     return {
         "load_seconds": loading.seconds,
@@ -223,8 +224,3 @@ def count_flops(model: Any) -> Flops:
         a_pair=12 * heads * size * int(config.num_hidden_layers),
         a_target=6 * int(model.get_output_embeddings().weight.numel()),
     )
-
-
-def peak_of(device_name: str) -> float | None:
-    """Return the peak of this GPU in operations per second; None if it is not known."""
-    return next((peak for name, peak in PEAKS.items() if name in device_name), None)

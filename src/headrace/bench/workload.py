@@ -22,7 +22,7 @@ from headrace.buffer.reader import open_readonly
 from headrace.config import Config, make_config
 from headrace.observe.progress import NoProgress
 from headrace.pipeline.launch import RunSession, start_run
-from headrace.tasks.base import EnvironmentStep
+from headrace.tasks.base import Environment, EnvironmentStep, Task
 from headrace.types import Prompt
 
 SPREAD = 0.8
@@ -96,7 +96,7 @@ def write_tokenizer(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text("{}")
 
 
-class LengthsTask:
+class LengthsTask(Task):
     """A task with prompts of `length` characters and random rewards.
 
     Answers get the lengths of `lengths`, in the order in which their episodes begin.
@@ -105,22 +105,15 @@ class LengthsTask:
     def __init__(self, length: int, lengths: str, seed: int, heldout: int) -> None:
         draw = self._draw = random.Random(seed)
         self.train = [Prompt(id=str(number), text="".join(draw.choices(ALPHABET, k=length))) for number in range(4096)]
-        self.heldout: list[Prompt] = []
+        self.heldout = []
         self._lengths = itertools.cycle(make_lengths(lengths, DRAWN, seed).tolist())
 
     def episode(self, prompt: Prompt) -> LengthsEpisode:
         """Return an episode whose answer has the next length."""
         return LengthsEpisode(next(self._lengths), float(self._draw.random() < 0.5))
 
-    def demonstration(self, prompt: Prompt) -> str | None:
-        """Return None, because there is no right answer."""
-        return None
 
-    async def close(self) -> None:
-        """Do nothing, because nothing is held."""
-
-
-class LengthsEpisode:
+class LengthsEpisode(Environment):
     """An episode of one turn with an answer of a given length, and a reward that is given in advance."""
 
     def __init__(self, length: int, coin: float) -> None:
@@ -134,9 +127,6 @@ class LengthsEpisode:
     async def step(self, completion: str) -> EnvironmentStep:
         """End the episode. The reward does not depend on the answer."""
         return EnvironmentStep(done=True, reward=self._coin)
-
-    async def close(self) -> None:
-        """Do nothing, because nothing is held."""
 
 
 def run_config(

@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -25,10 +25,7 @@ from headrace.observe.records import DeliveryRecord, RolloutRecord, VersionRecor
 from headrace.observe.summary import aligned, lag_mean_and_max
 from headrace.run_dir import RunDir
 from headrace.training.checkpoints.base import by_version
-from headrace.types import NO_VERSION, Float32Array, Rollout, Trace, without_republished
-
-if TYPE_CHECKING:
-    from headrace.review.recompute import PlainModel
+from headrace.types import NO_VERSION, Float32Array, Int32Array, Kept, Rollout, Trace, without_republished
 
 NO_CHECKPOINT = "their version has no checkpoint"
 KEPT_CACHE = 'sampled after a swap with [engine] kv = "keep"'
@@ -36,8 +33,22 @@ CHANGED_MODEL = "the model directory is not what was published"
 HINT = "keep more checkpoints: [training] checkpoint_every = 1 and a larger keep_checkpoints"
 _SHOWN_PROBLEMS = 20
 
-Load = Callable[[Path, str], "PlainModel"]
-"""A function that loads weights from a model directory, in a dtype, for example `PlainModel`, which needs torch."""
+
+class Weights(Protocol):
+    """One version's weights, ready to score (`recompute.PlainModel`, which needs torch)."""
+
+    @property
+    def digest(self) -> int:
+        """The digest of the weights, as a delivery proves it."""
+        ...
+
+    def logprobs(self, token_ids: Int32Array, temperature: float, kept: Kept | None = None) -> Float32Array:
+        """Return the log-probabilities of tokens 1..n given their prefix ([n - 1]), each among its kept set."""
+        ...
+
+
+Load = Callable[[Path, str], Weights]
+"""A function that loads weights from a model directory, in a dtype."""
 
 
 class VersionAudit(msgspec.Struct, kw_only=True):

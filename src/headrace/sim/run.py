@@ -34,12 +34,14 @@ from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Outputs
 from headrace.pipeline.waits import Waits
 from headrace.tasks.base import EnvironmentStep
+from headrace.tasks.dataset import SingleTurn, SingleTurnTask
 from headrace.training.base import Checkpoint, StepReport
 from headrace.training.remote import Published
 from headrace.types import Batch, Int32Array, Prompt
 
 STOP_TOKEN = 63
 VOCABULARY = 64
+PROMPTS = 1000
 
 
 T = TypeVar("T")
@@ -95,41 +97,27 @@ class _Chat:
         return "".join(chr(97 + int(token) % 26) for token in token_ids)
 
 
-class _Environment:
-    """An `Environment` of one turn, judged by a function of prompt and answer."""
+class _Episode(SingleTurn):
+    """An episode of one turn, judged by a function of prompt and answer."""
 
     def __init__(self, prompt: Prompt, judge: Callable[[Prompt, str], float]) -> None:
-        self._prompt = prompt
+        super().__init__(prompt)
         self._judge = judge
-
-    async def reset(self) -> list[dict[str, str]]:
-        return self._prompt.messages or []
 
     async def step(self, completion: str) -> EnvironmentStep:
         return EnvironmentStep(done=True, reward=self._judge(self._prompt, completion))
 
-    async def close(self) -> None:
-        return
 
-
-class _Task:
+class _Task(SingleTurnTask):
     """A `Task` whose prompts have no meaning."""
 
-    def __init__(self, prompts: int, judge: Callable[[Prompt, str], float]) -> None:
+    def __init__(self, judge: Callable[[Prompt, str], float]) -> None:
+        questions = (Prompt(id=str(n), messages=[{"role": "user", "content": f"q{n}"}]) for n in range(PROMPTS))
+        super().__init__(list(questions), heldout=[])
         self._judge = judge
-        self.train: Sequence[Prompt] = [
-            Prompt(id=str(n), messages=[{"role": "user", "content": f"q{n}"}]) for n in range(prompts)
-        ]
-        self.heldout: Sequence[Prompt] = []
 
-    def episode(self, prompt: Prompt) -> _Environment:
-        return _Environment(prompt, self._judge)
-
-    def demonstration(self, prompt: Prompt) -> str | None:
-        return None
-
-    async def close(self) -> None:
-        return
+    def episode(self, prompt: Prompt) -> _Episode:
+        return _Episode(prompt, self._judge)
 
 
 class _Trainer:
@@ -206,7 +194,6 @@ class SimRun:
         token_seconds: float,
         train_seconds: Callable[[Batch], float],
         judge: Callable[[Prompt, str], float] = lambda prompt, completion: float(len(completion) % 2),
-        prompts: int = 1000,
         window: Window | None = None,
         keep_rollouts: bool = False,
     ) -> None:
@@ -232,7 +219,7 @@ class SimRun:
         known = before.last_version >= 0
         parts = Parts(
             config,
-            task=_Task(prompts, judge),
+            task=_Task(judge),
             chat=_Chat(),
             pool=EnginePool(self.engines),
             trainer=self.trainer,
@@ -246,7 +233,6 @@ class SimRun:
         self.controller = Controller(parts)
         self.window = self.controller.window
         self.recorder = self.controller.recorder
-        self.source = self.controller.parts.source
         self.seconds = 0.0
         """The virtual seconds that training took."""
 

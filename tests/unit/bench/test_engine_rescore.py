@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace.bench.delivery_sides import two_sets
 from headrace.bench.engine_checks import (
-    DrawnAnswer,
     check_tags,
     chosen_rows,
     plain_twin,
@@ -21,7 +20,7 @@ from headrace.bench.engine_checks import (
     rescore,
     sampled_distribution,
 )
-from headrace.engines.base import Request, Sampling
+from headrace.engines.base import Delta, Request, Sampling
 from headrace.models.attention import ATTENTION
 from headrace.models.loading import named_weights
 
@@ -49,6 +48,10 @@ def test_the_distribution_is_tempered_then_cut(changes: dict[str, Any], expected
 
 def request_of(prompt: np.ndarray) -> Request:
     return Request(id="r", token_ids=prompt, sampling=Sampling(max_tokens=1))
+
+
+def answer_of(tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> Delta:
+    return Delta(id="r", token_ids=tokens, logprobs=logprobs, versions=versions)
 
 
 @given(count=st.integers(1, 300), share=st.floats(0, 1))
@@ -103,7 +106,7 @@ def test_errors_are_the_distance_from_the_plain_model(model: Any) -> None:
     prompt, tokens = np.arange(3, dtype=np.int32), np.array([5, 7, 60, 2], np.int32)
     exact = by_hand(model, prompt, tokens, {})
     shift = np.array([0.0, 0.5, -0.25, 0.0])
-    answer = DrawnAnswer(tokens, (exact + shift).astype(np.float32), np.zeros(4, np.int32))
+    answer = answer_of(tokens, (exact + shift).astype(np.float32), np.zeros(4, np.int32))
     found = rescore(plain_twin(model), [(request_of(prompt), answer)])
     assert found["mean_error"] == pytest.approx(0.1875, abs=1e-5)
     assert found["max_error"] == pytest.approx(0.5, abs=1e-5)
@@ -115,11 +118,11 @@ def test_a_wrong_tag_is_seen(model: Any) -> None:
     twin, sets = plain_twin(model), two_sets(named_weights(model), 0)
     prompt, tokens = np.arange(3, dtype=np.int32), np.array([5, 7, 60, 2, 9], np.int32)
     logprobs = by_hand(model, prompt, tokens, sets[1]).astype(np.float32)
-    odd = DrawnAnswer(tokens, logprobs, np.full(5, 3, np.int32))
+    odd = answer_of(tokens, logprobs, np.full(5, 3, np.int32))
     np.testing.assert_allclose(replay(twin, sets, request_of(prompt), odd), logprobs, atol=1e-5)
 
     def mis_tagged(versions: list[int]) -> int:
-        answer = DrawnAnswer(tokens, logprobs, np.array(versions, np.int32))
+        answer = answer_of(tokens, logprobs, np.array(versions, np.int32))
         return int(check_tags(twin, sets, [answer], [(request_of(prompt), answer)], "float32")["mis_tagged"])
 
     assert mis_tagged([3, 3, 3, 3, 3]) == 0

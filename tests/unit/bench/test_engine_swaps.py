@@ -33,7 +33,7 @@ class Publisher:
 
 
 class Loop:
-    """Loads versions; the first takes longer. `loaded` is when each was proved."""
+    """Loads versions; the first is staged for longer. `loaded` is when each was staged, and proved at once."""
 
     def __init__(self, first_seconds: float, versions: int = 5, *, accepted: bool = True) -> None:
         self.loaded: list[float] = []
@@ -49,10 +49,11 @@ class Loop:
             self.ended.set()
             future.set_exception(HeadraceError("the engine has stopped"))
             return future
-        if manifest == 1:
-            time.sleep(self._first_seconds)
+        staging = self._first_seconds if manifest == 1 else 0.0
+        time.sleep(staging)
         self.loaded.append(time.perf_counter())
-        proof = SimpleNamespace(accepted=self._accepted, version=manifest, swap_seconds=0.25, reason="another digest")
+        seconds = {"stage_seconds": staging, "swap_seconds": 0.25}
+        proof = SimpleNamespace(accepted=self._accepted, version=manifest, reason="another digest", **seconds)
         future.set_result(proof)
         return future
 
@@ -81,6 +82,7 @@ def test_no_two_versions_are_nearer_than_asked_for(publish: float, load: float) 
     swaps = stream(loop, Publisher(publish * EVERY))
     assert [swap.proof.version for swap in swaps] == [1, 2, 3, 4, 5], "the sixth ended with the round"
     assert [swap.stall_seconds for swap in swaps] == [0.25] * 5
+    assert [swap.at for swap in swaps] == pytest.approx(loop.loaded, abs=EARLY)
     assert loop.loaded[0] >= began + EVERY - EARLY
     assert np.diff(loop.loaded).min() >= EVERY - EARLY
 
