@@ -6,6 +6,7 @@ A new run never touches a directory that exists, and `config.toml` is always rep
 from __future__ import annotations
 
 import errno
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,12 +46,16 @@ class RunDir:
             run_dir.path.mkdir(parents=True)
             _write_whole(run_dir.config, config)
         except OSError as error:
+            shutil.rmtree(run_dir.path, ignore_errors=True)
             raise UserError(f"[run] directory: {run_dir.path} cannot be made: {error.strerror}") from error
         return run_dir
 
     @contextmanager
     def with_trial_config(self, config: Config) -> Iterator[None]:
-        """Let workers that start inside this context read `config`. Only `keep_config` makes the run keep it."""
+        """Let workers that start inside this context read `config` instead of `config.toml`.
+
+        The run keeps it only if `keep_config` is called.
+        """
         try:
             _write_whole(self.next_config, config)
             yield
@@ -58,7 +63,7 @@ class RunDir:
             self.next_config.unlink(missing_ok=True)
 
     def keep_config(self) -> None:
-        """Make the configuration under trial, if there is one, the run's own: every process has started with it."""
+        """Make the trial configuration, if there is one, that of the run, once every process has started with it."""
         with suppress(FileNotFoundError):
             self.next_config.replace(self.config)
 
@@ -68,7 +73,7 @@ class RunDir:
 
     @contextmanager
     def report_full_disk(self) -> Iterator[None]:
-        """Turn the error of a disk that cannot be written into a one-line `DiskError`. Committed data stays intact."""
+        """Turn the error of a disk that is full, over its quota or read-only into a one-line `DiskError`."""
         try:
             yield
         except OSError as error:
@@ -91,7 +96,7 @@ class RunDir:
 
 
 def _write_whole(path: Path, config: Config) -> None:
-    # A crash leaves the old file intact.
+    # Written beside the old file and renamed over it, so a process that dies meanwhile leaves the old file intact.
     part = path.with_suffix(".part")
     part.write_text(dump_config(config))
     part.replace(path)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from headrace.delivery.digest import digest
 from headrace.delivery.digest_sums import MASK
@@ -61,12 +61,16 @@ class Pristine:
             if target not in self.weights:
                 raise DeliveryError(f"the adapter changes {target}, which this server's model does not have")
             pristine = self.weights[target]
+            if name.endswith((_A, _B)):
+                stem = target.removesuffix(".weight")
+                if stem + _A not in adapter or stem + _B not in adapter:
+                    raise DeliveryError(f"the adapter has only one half of the pair of {target}")
             if name.endswith(_A):
-                a, b = tensor, adapter[name.removesuffix(_A) + _B]
-                product = b.to(torch.float32) @ a.to(torch.float32)
+                a, b = (adapter[stem + half].to(pristine.device, torch.float32) for half in (_A, _B))
+                product = b @ a
                 found[target] = torch.add(pristine.to(torch.float32), product, alpha=scaling).to(pristine.dtype)
             elif not name.endswith(_B):
-                found[target] = tensor.to(pristine.dtype)
+                found[target] = tensor.to(pristine.device, pristine.dtype)
         return found
 
 
@@ -126,7 +130,7 @@ class WorkerStaging:
                 )
             with torch.no_grad():
                 self._weights = self._merged(order, weights) if order.scaling is not None else weights
-        except (DeliveryError, OSError, RuntimeError, ValueError) as error:
+        except (DeliveryError, OSError, RuntimeError, ValueError, SafetensorError) as error:
             state.error = " ".join(str(error).split()) or type(error).__name__
         state.seconds = time.monotonic() - started
         self._state = state

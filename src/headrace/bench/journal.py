@@ -5,9 +5,9 @@ blocks, and the blocks into pairs: the journal is off in one block of a pair and
 stay in memory: no row, no token and no partial answer is written. They are written after the block, in versions that
 are not counted. So the journal of the run is complete at the end, and its ledgers balance.
 
-With `--rollouts`, a journal of many rollouts is written with the real writer, and opened, resumed and queried. It is
-that of an ordinary run that died. It holds steps of one batch each, versions, deliveries, activity of processes, and
-groups that were complete, being sampled, or just begun when the run died.
+With `--rollouts`, a journal of many rollouts is written instead, with the real writer, and opened, resumed and queried.
+It looks like that of an ordinary run that was killed. It holds steps of one batch each, versions, deliveries, activity
+of processes, and groups that were complete, being sampled, or just begun when the run died.
 """
 
 from __future__ import annotations

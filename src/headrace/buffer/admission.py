@@ -112,4 +112,6 @@ def check_lag(version: int, versions: Int32Array, bound: int, republished: Seque
     if lag > bound:
         raise HeadraceError(f"a token of lag {lag} is about to be trained at version {version}, the bound is {bound}")
     if lead > 0:
-        raise HeadraceError(f"a token of version {version + lead} is about to be trained at version {version}")
+        raise HeadraceError(
+            f"a token of lag {-lead} is about to be trained at version {version}, so it is of a later version"
+        )

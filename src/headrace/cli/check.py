@@ -58,7 +58,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         None: "",
         "wait": "; batches wait for slow groups",
         "drop": "; slow groups are dropped",
-        "salvage": "; slow groups begin again from their tokens",
+        "salvage": "; slow groups are started again and keep their tokens",
     }[found["on_stale"]]
     return [
         f"model       {found['architecture']}, {found['parameters'] / 1e6:.1f}M parameters",

@@ -9,13 +9,14 @@ EXIT_LOST = 4
 
 
 class Processes:
-    """The worker processes of a run (`supervision.Fleet`). Deaths and returns of workers arrive as events.
+    """The controller's handle on its worker processes. It hears of their deaths and restarts from the queue of events.
 
-    This base class is for runs whose engines and trainer live in the controller's own process: it does nothing.
+    This base class does nothing: it is for runs whose engines and trainer live in the controller's own process.
+    `supervision.Fleet` handles real processes.
     """
 
     def kill(self, name: str) -> None:
         """End a worker that no longer works. It is then started again, like a worker that died."""
 
     def rejoined(self, name: str) -> None:
-        """Report that a restarted worker does its work again, which completes its return."""
+        """Report that a restarted worker does its work again, so that its restart counts as complete."""

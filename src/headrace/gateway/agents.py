@@ -37,7 +37,7 @@ class AgentPool(WorkerPool):
             setup,
             workers=workers,
             concurrency=concurrency,
-            grace=CLOSE_SECONDS,  # A worker that runs commands ends the commands when its pipe ends.
+            grace=CLOSE_SECONDS,  # When its pipe closes, a worker first ends the commands that its agents run.
         )
 
     async def start(self) -> None:
@@ -48,9 +48,9 @@ class AgentPool(WorkerPool):
             raise ConfigError(_refusal(error)) from error
 
     async def run(self, job: Job) -> AgentResult:
-        """Run an agent to its end. Raises `AgentError`. Cancelling this call gives the agent up.
+        """Run an agent to its end. Raises `AgentError`. Cancelling this call abandons the agent.
 
-        The caller must hold one of the `places`. The caller owns this wait, because a session has its own deadline.
+        The caller must hold one of the `places`. It waits for a place itself, because a session has its own deadline.
         """
         try:
             question = msgspec.json.encode(job)

@@ -264,7 +264,8 @@ class Stage:
             raise ScoreError(f"the scorer {name!r} cancelled itself") from None
         if not isinstance(given, Sequence) or not all(isinstance(score, Score) for score in given):
             raise ScoreError(f"the scorer {name!r} gave a {type(given).__name__}, not a list of scores")
-        return [_plain(name, scorer.version, score, ended.rollout) for score in given]
+        with _foreign(name):
+            return [_plain(name, scorer.version, score, ended.rollout) for score in given]
 
     def _reward(self, scores: Sequence[Score]) -> float:
         parts = [self._weights.get(one.scorer, 1.0) * one.value for one in scores if one.level == "rollout"]
@@ -272,7 +273,7 @@ class Stage:
             if self.scorers:
                 raise ScoreError(f"no score of the whole rollout came from {', '.join(map(repr, self.scorers))}")
             raise ScoreError("the environment ended the episode without a reward")
-        # The sum does not start at 0.0, so that a single score is the reward bit for bit.
+        # Neither `sum`, which adds in another way from Python 3.12 on, nor a start at 0.0, which would change -0.0.
         total = parts[0]
         for part in parts[1:]:
             total += part

@@ -1,6 +1,6 @@
 """The protocols of a task, which has prompts with stable ids, and of an environment, which answers turn by turn.
 
-A task knows messages and text. The tokens of a conversation belong to `rollouts`, which renders each new message once
+A task deals in messages and text only. The package `rollouts` turns them into tokens: it renders each new message once
 and never tokenises an earlier turn again.
 """
 
@@ -70,7 +70,7 @@ class Task(Protocol):
 
 
 def written_answer(prompt: Prompt, field: str | None) -> str | None:
-    """Return the right answer in this field of the prompt's data; None if there is none as text or as a number."""
+    """Return the right answer in this field of the prompt's data; None if it is neither text nor a number."""
     value = None if field is None else prompt.data.get(field)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None

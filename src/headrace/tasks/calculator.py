@@ -1,11 +1,12 @@
 """A small environment with a tool: the policy may ask a calculator before it answers.
 
+    user         What is 12*34+7?
     policy       <calc>12*34</calc>
     environment  12*34 = 408
     policy       <answer>415</answer>
 
 The environment's messages are context and are never trained on. `CalculatorTask` is also the pattern for your own
-environment: `[task] kind = "environment"` names a factory, which is called as `factory(**config, seed=...,
+environment: with `[task] kind = "environment"`, the key `factory` names what is called as `factory(**config, seed=...,
 heldout=...)` and returns a `Task`.
 
 The calculator is exact: + - * / and parentheses over numbers. What the policy writes is parsed and never executed.
@@ -30,11 +31,11 @@ INSTRUCTIONS = (
 
 _CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_NUMBER = re.compile(r"[-+]?\d{1,40}(\.\d{1,40})?")
 _CALLS_PER_TURN = 8
 
 LONGEST = 120
 """The most characters of an expression. This bounds the depth of the parser and the size of every number."""
+_NUMBER = re.compile(rf"[-+]?\d{{1,{LONGEST}}}(\.\d{{1,{LONGEST}}})?")
 
 _TOKEN = re.compile(r"\d+\.\d+|\d+|\S")
 _OPERATORS = {"+": (1, operator.add), "-": (1, operator.sub), "*": (2, operator.mul), "/": (2, operator.truediv)}
@@ -60,12 +61,17 @@ class CalculatorTask(Task):
         """Make `size` training questions of `operations` operators on numbers of up to `digits` digits.
 
         After `max_turns` turns without an answer the episode ends with reward 0. A right answer earns 1, but only 1 -
-        `call_reward` if the calculator was never used successfully. `role` is the role that speaks for the calculator;
-        chat templates that know the role `tool` may take it.
+        `call_reward` if the calculator was never used successfully. `role` is the role that speaks for the calculator:
+        `tool`, for example, if the chat template knows that role.
         """
         for name, value in (("size", size), ("digits", digits), ("operations", operations), ("max_turns", max_turns)):
             if value < 1:
                 raise ConfigError(f"[task] config: calculator {name} must be at least 1, not {value}")
+        if digits * (operations + 1) + operations > LONGEST:
+            raise ConfigError(
+                f"[task] config: calculator questions of {digits} digits and {operations} operations are longer than "
+                f"{LONGEST} characters"
+            )
         if not operators or any(one not in ("+", "-", "*") for one in operators):
             raise ConfigError(f"[task] config: calculator operators must be some of + - *, not {list(operators)}")
         if not 0 <= call_reward <= 1:

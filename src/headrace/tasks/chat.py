@@ -173,7 +173,8 @@ def _load_tokenizer(path: Path, settings: dict[str, Any], special: Mapping[str, 
         if tokenizer.token_to_id(token["content"]) != int(id):
             raise ModelError(f"{path}: tokenizer.json and tokenizer_config.json disagree about {token['content']!r}")
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-    missing = dict.fromkeys(text for text in special.values() if text not in known and tokenizer.token_to_id(text))
+    written = [text for text in special.values() if tokenizer.token_to_id(text) is not None]
+    missing = dict.fromkeys(text for text in written if text not in known)
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in missing])
     return tokenizer
 

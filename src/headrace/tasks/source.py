@@ -30,9 +30,9 @@ RETRY_EVERY = 4
 class Curriculum:
     """The state of the prompts that were tried, which says which prompts are worth drawing.
 
-    A prompt that every answer solved rests: for 1 epoch, then for 2, 4 and 8, each time that it is solved again. A
-    prompt that no answer solved is drawn again between two others, at most `RETRIES` times in a row. Every prompt is
-    drawn again at some time.
+    A prompt that every answer solved rests after its epoch: for 1 epoch, then for 2, 4 and 8, each time that it is
+    solved again. A prompt that no answer solved is drawn again between two others, at most `RETRIES` times in a row.
+    Every prompt is drawn again at some time.
     """
 
     def __init__(self, prompts: int) -> None:
@@ -53,8 +53,8 @@ class Curriculum:
             self._solved[prompt_id] = (times, at + self._epoch * (1 + min(2 ** (times - 1), LONGEST_REST)))
         else:
             self._solved.pop(prompt_id, None)
-        failures = self._tried.pop(prompt_id, 0) + 1 if right == 0 else 0
-        if 0 < failures <= RETRIES:
+        failures = self._tried.pop(prompt_id, 0) + 1
+        if right == 0 and failures <= RETRIES:
             self._tried[prompt_id] = failures
             self._retries[prompt_id] = None
 
@@ -72,7 +72,7 @@ class Curriculum:
 
 
 class PromptSource:
-    """A source that draws prompts, each epoch in a new order. A curriculum goes by earlier outcomes."""
+    """A source that draws prompts, each epoch in a new order. With a curriculum, some are skipped or drawn again."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, *, curriculum: bool = False) -> None:
         if not len(prompts):
@@ -80,7 +80,7 @@ class PromptSource:
         self._prompts = prompts
         self._seed = seed
         self.position = 0
-        """The position in the order, over all epochs. Another source continues from here if it is set to this."""
+        """The position in the order, over all epochs. Set it to another source's position to continue from there."""
         self._epoch = -1
         self._order: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._curriculum = Curriculum(len(prompts)) if curriculum else None

@@ -102,7 +102,7 @@ def prepare_model(model: Any, training: TrainingConfig, ranks: Ranks | None = No
 
 
 def _freeze(model: Any, config: Config, lora: LoraConfig, checkpoints: Path) -> tuple[Path, int]:
-    """Freeze this model as the base of an adapter. Return its digest and the directory where others find it."""
+    """Make this model the base of an adapter. Return the directory from which others load it, and its digest."""
     layers = frozen_linears(model, tuple(lora.modules)) if lora.base == "nf4" else {}
     round_weights(layers)
     digest = digest_as(named_weights(model), config.model.dtype)

@@ -44,8 +44,8 @@ class StoredWeights:
     def installed(self) -> Iterator[None]:
         """Give the model the stored weights inside this context.
 
-        The weights are exchanged in place, without new allocations, so the weights of a sharded model can be exchanged
-        too.
+        The weights are exchanged in place, one tensor at a time, so this works for a sharded model too and needs the
+        memory of one more tensor.
         """
         self._exchange()
         try:

@@ -92,8 +92,8 @@ def test_damage_is_named(sender: FileSender):
             source.verify(str(path), 1)
         return str(caught.value)
 
-    assert f"is truncated: {len(good) - 1} of {len(good)} bytes" in refused(good[:-1])
-    assert "is truncated" in refused(good + b"x")
+    assert f"has {len(good) - 1} bytes, not {len(good)}" in refused(good[:-1])
+    assert f"has {len(good) + 1} bytes, not {len(good)}" in refused(good + b"x")
     assert "truncated in its header" in refused(good[:100])
     assert "not a safetensors file" in refused(b"")
     assert "not a safetensors file" in refused(b"\xff" * 200)

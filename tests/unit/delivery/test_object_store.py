@@ -84,7 +84,7 @@ def test_damage_and_a_change_while_it_is_read_are_named(sender: FileSender):
             source.open(location, version, plan.entries)
         return str(caught.value)
 
-    assert f"is truncated: {len(good) - 1} of {len(good)} bytes" in refused(good[:-1])
+    assert f"has {len(good) - 1} bytes, not {len(good)}" in refused(good[:-1])
     assert "holds version 1, not 2" in refused(good, version=2)
     STORE.pipe_file(location, good)
     source.open(location, 1, plan.entries)

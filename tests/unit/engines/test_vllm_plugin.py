@@ -183,6 +183,9 @@ def test_an_adapter_of_what_the_model_has_not_is_refused(tmp_path: Path) -> None
     adapter = {"experts.lora_A.weight": torch.ones(1, 3), "experts.lora_B.weight": torch.ones(2, 1)}
     with pytest.raises(DeliveryError, match=r"changes experts\.weight, which this server's model does not have"):
         pristine.with_adapter(adapter, 1.0)
+    for half in ("lora_A", "lora_B"):
+        with pytest.raises(DeliveryError, match=r"only one half of the pair of layer\.weight"):
+            pristine.with_adapter({f"layer.{half}.weight": torch.ones(1, 3)}, 1.0)
     with pytest.raises(DeliveryError, match="holds no safetensors"):
         Pristine(tmp_path / "nowhere", torch.float32)
 

@@ -132,6 +132,7 @@ class Hangs(Says):
         (Says(lambda _: math.nan), "the scorer 'odd' gave, as value, nan, not a finite number"),
         (Says(lambda _: [Score(value="x")]), "the scorer 'odd' gave, as value, a str, not a number"),  # type: ignore[arg-type]
         (Says(lambda _: [Score(value=1, metrics={"m": math.inf})]), "the scorer 'odd' gave, as m, inf, not a finite"),
+        (Says(lambda _: [Score(value=1, metrics=None)]), "the scorer 'odd' raised AttributeError"),  # type: ignore[arg-type]
         (Says(lambda _: [Score(value=1, level="word")]), "the scorer 'odd' gave a score of level 'word', not rollout"),  # type: ignore[arg-type]
         (
             Says(lambda _: [Score(value=1, level="turn", start=2, end=7)]),

@@ -151,6 +151,13 @@ async def test_a_task_gives_seeded_disjoint_prompts_with_right_answers() -> None
         assert (await task.episode(prompt).step(demonstration)).reward == 1.0
 
 
+async def test_long_right_answers_are_right() -> None:
+    task = CalculatorTask(seed=5, heldout=1, size=5, digits=20, operations=4, operators=["*"])
+    for prompt in task.train:
+        step = await task.episode(prompt).step(str(task.demonstration(prompt)))
+        assert step.reward == 1.0 and len(prompt.data["answer"]) > 40
+
+
 @pytest.mark.parametrize(
     ("config", "line"),
     [
@@ -158,6 +165,7 @@ async def test_a_task_gives_seeded_disjoint_prompts_with_right_answers() -> None
         ({"operators": ["**"]}, r"operators must be some of \+ - \*"),
         ({"call_reward": 2}, "call_reward must be between 0 and 1"),
         ({"digits": 1, "operations": 1, "size": 5000}, "too few expressions"),
+        ({"digits": 40, "operations": 3}, "longer than 120 characters"),
     ],
 )
 def test_mistakes(config: dict[str, Any], line: str) -> None:

@@ -88,3 +88,12 @@ def test_by_hand() -> None:
     for failures in range(1, 5):
         curriculum.note("b", 0, 2, failures)
         assert curriculum.retry(RETRY_EVERY) == ("b" if failures != RETRIES + 1 else None)
+
+
+def test_only_failures_in_a_row_count() -> None:
+    curriculum = Curriculum(10)
+    for _ in range(RETRIES + 1):
+        curriculum.note("b", 0, 2, 1)
+        assert curriculum.retry(RETRY_EVERY) == "b"
+        curriculum.note("b", 1, 2, 2)
+        assert curriculum.retry(RETRY_EVERY) is None

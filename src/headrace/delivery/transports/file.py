@@ -227,7 +227,7 @@ def check_header(file: BinaryIO, location: str, size: int, version: int, expecte
     if start != expected.header:
         raise DeliveryError(f"file {name} {_difference(file, start, version)}")
     if size != expected.nbytes:
-        raise DeliveryError(f"file {name} is truncated: {size} of {expected.nbytes} bytes")
+        raise DeliveryError(f"file {name} has {size} bytes, not {expected.nbytes}")
 
 
 def _difference(file: BinaryIO, start: bytes, version: int) -> str:

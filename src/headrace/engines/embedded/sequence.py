@@ -46,7 +46,8 @@ class Sequence:
         """The largest number of tokens that the sequence may have, prompt included."""
         self.tokens: list[int] = prompt.tolist()
         """The prompt and all sampled tokens that are known."""
-        # The last prompt token cannot be shared, because it gives the logits of the first sampled token.
+        # The last prompt token is always computed, because it gives the logits of the first sampled token. So a prompt
+        # of one token has nothing to share.
         shareable = bool(request.group) and len(prompt) > 1
         self.key: PrefixKey | None = (request.group, prompt.tobytes()) if shareable else None
 
@@ -56,10 +57,10 @@ class Sequence:
         self.kv_version = NO_VERSION
         """The version under which the first keys and values of the sequence were computed."""
         self.pure = 0
-        """The number of first tokens whose keys and values were all computed under `kv_version`."""
+        """The length of the leading run of tokens whose keys and values were all computed under `kv_version`."""
         self.chain: Chain | None = None
         self.cached = 0
-        """The number of first blocks that were offered to the prefix cache."""
+        """The number of leading blocks that were offered to the prefix cache."""
 
         self.row: int | None = None
         """The row of the sequence in the state of a device. The runner of that device owns this field."""

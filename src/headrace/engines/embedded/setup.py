@@ -1,6 +1,6 @@
 """Prepares a model and the interpreter to serve: it chooses the runner and the size of the KV cache.
 
-A model on a GPU gets the GPU's runner, and its layers are compiled.
+A model on a GPU gets the GPU's runner. Its layers are compiled too, unless `[engine] compile` is off.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from headrace.models.head import keep_logits_in_float32
 logger = logging.getLogger(__name__)
 
 NEW_OBJECTS = 100_000
-"""The number of new objects that triggers a garbage collection. One turn of the host makes about ten objects for each
-row, and frees them."""
+"""The number of new objects that triggers a garbage collection. A decode step makes about ten objects for each running
+sequence, and frees them again."""
 SWITCH_SECONDS = 5e-4
 """The longest time that a thread which stages weights may keep the interpreter from the thread that decodes."""
 
@@ -53,7 +53,7 @@ def make_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runn
 
 
 def make_host_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
-    """Return the host's runner, which computes each plan at once with plain torch, on any device."""
+    """Return the host's runner, which computes with plain torch, on any device. Its results are there at once."""
     blocks = _wanted_blocks(config, max_length)
     runner = HostRunner(model, blocks, config.block_size, _recorded_experts(model))
     return runner, BlockPool(blocks, config.block_size)
@@ -73,16 +73,16 @@ def make_device_runner(model: Any, config: EngineConfig, max_length: int) -> tup
     parameter = next(model.parameters())
     routing = _recorded_experts(model)
     keep_logits_in_float32(model)
-    compiled = config.compile and _compile_layers(model)
-    if config.compile and not compiled:
+    compiled = _compile_layers(model) if config.compile else None
+    if config.compile and compiled is None:
         logger.warning("layers run uncompiled: %s has no list of layers", type(model).__name__)
     try:
-        shapes = layer_shapes(model)
+        shapes = layer_shapes(model)  # This runs the layers once, so it also compiles them.
     except RuntimeError as error:
-        if not compiled:
+        if compiled is None:
             raise
         logger.warning("layers run uncompiled: %s", str(error).strip().splitlines()[0])
-        for layer in model.get_decoder().layers:
+        for layer in compiled:
             layer.__dict__.pop("forward", None)
         shapes = layer_shapes(model)
     blocks = _wanted_blocks(config, max_length)
@@ -110,19 +110,19 @@ def _recorded_experts(model: Any) -> RoutingShape | None:
     return shape if shape is not None and shape.recorded else None
 
 
-def _compile_layers(model: Any) -> bool:
-    """Compile every decoder layer in place, lazily. Return False if the model has no list of layers.
+def _compile_layers(model: Any) -> torch.nn.ModuleList | None:
+    """Compile every decoder layer in place, lazily, and return the layers; None if the model has no list of layers.
 
     One compilation serves all layers of a kind and all batch sizes. Attention is opaque to the compiler. The compiler
     fuses the rest: norms, rotary embeddings, activations and residuals.
     """
     layers = getattr(model.get_decoder() if hasattr(model, "get_decoder") else model, "layers", None)
     if not isinstance(layers, torch.nn.ModuleList):
-        return False
+        return None
     prepare_to_compile(model)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True)
-    return True
+    return layers
 
 
 def give_way_to_decoding() -> None:
