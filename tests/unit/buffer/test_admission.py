@@ -139,5 +139,5 @@ def test_check_lag_raises_on_the_first_token_out_of_bounds() -> None:
     admission.check_lag(5, np.array([], np.int32), 0)
     with pytest.raises(HeadraceError, match=r"lag 3 .* at version 5, the bound is 2"):
         admission.check_lag(5, np.array([5, 2, 5], np.int32), 2)
-    with pytest.raises(HeadraceError, match="token of lag -1 .* at version 5"):
+    with pytest.raises(HeadraceError, match=r"token of lag -1 .* at version 5"):
         admission.check_lag(5, np.array([5, 6], np.int32), 2)
