@@ -36,12 +36,15 @@ class ReferenceContext:
         self._distance = position[:, None] - position[None]
         self._visible = (sequence[:, None] == sequence[None]) & (self._distance >= 0)
 
+    def visible(self, window: int | None) -> torch.Tensor:
+        """Return which token (row) sees which (column): its own sequence up to itself, within the window. [T, T]."""
+        return self._visible if window is None else self._visible & (self._distance < window)
+
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Return the attention output of one layer, [1, T, H, Dv]."""
         self.layers.append(call.layer)
         self.windows[call.layer] = call.window
-        # [T, T], which token (row) sees which (column): its own sequence up to itself, within the window
-        visible = self._visible if call.window is None else self._visible & (self._distance < call.window)
+        visible = self.visible(call.window)
         repeat = call.query.shape[1] // call.key.shape[1]
         key, value = (x.repeat_interleave(repeat, dim=1) for x in (call.key, call.value))
         scores = (call.query @ key.transpose(-1, -2)).float() * call.scaling

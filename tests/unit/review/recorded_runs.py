@@ -10,7 +10,7 @@ import numpy as np
 from headrace.buffer.journal import Journal
 from headrace.config import dump_config, make_config
 from headrace.observe.records import DeliveryRecord, StepRecord
-from headrace.training.checkpoints.base import TrainerState, begin_checkpoint, finish_checkpoint
+from headrace.training.checkpoints.base import TrainerState, begin_checkpoint, finish_checkpoint, partial_path
 from headrace.types import Float32Array, Group, Int32Array, Kept, Prompt, Rollout, Trace, Version
 
 MODEL = Path(__file__).parents[3] / "examples" / "quickstart" / "model"
@@ -77,7 +77,9 @@ class RunMaker:
 
     def checkpoint(self, version: int) -> Path:
         state = TrainerState(steps_done=version, policy_steps=version, version=version)
-        return finish_checkpoint(begin_checkpoint(self.path / "checkpoints", state), state)
+        partial = partial_path(self.path / "checkpoints", state)
+        begin_checkpoint(partial)
+        return finish_checkpoint(partial, state)
 
     def rollout(self, *traces: Trace, reward: float = 1.0, step: int | None = None, reason: str = "") -> str:
         """A group of one rollout: trained at `step`, dropped for `reason`, or else still in flight."""

@@ -81,9 +81,14 @@ def token_loss(
         kept &= bool(rho.prod() <= algorithm.mis_high)
     if "opsm" in algorithm.corrections:
         kept &= ~((advantage < 0) & ((mu - still).mean() > algorithm.opsm_limit))
+    losses = policy_loss(rho, rho * torch.exp(logp - still), logp, advantage, lag, algorithm, others)
     if "tis" in algorithm.corrections:
-        rho = torch.clip(rho, max=algorithm.tis_cap)
-    return kept * policy_loss(rho, rho * torch.exp(logp - still), logp, advantage, lag, algorithm, others)
+        # What the gradient of a token has beside its advantage is its weight, which is limited.
+        goal = others["teacher"] - still if algorithm.loss == "distillation" else advantage
+        [slopes] = torch.autograd.grad(losses.sum(), logp, retain_graph=True)
+        weights = torch.where(goal == 0, 0.0, (slopes / goal).abs())
+        losses = losses * torch.where(weights > algorithm.tis_cap, algorithm.tis_cap / weights, 1.0)
+    return kept * losses
 
 
 def added(logp: torch.Tensor, entropy: torch.Tensor, algorithm: AlgorithmConfig, others: Any) -> torch.Tensor:
