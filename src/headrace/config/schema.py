@@ -58,12 +58,13 @@ class ModelConfig(Section, frozen=True):
     """[model]: the model to train, as a Hugging Face directory."""
 
     path: str
-    """A directory with `config.json`, a tokenizer and, unless `weights = "random"`, safetensors weights."""
+    """A local directory with `config.json`, `tokenizer.json` and, unless `weights = "random"`, safetensors weights."""
     weights: Literal["load", "random"] = "load"
-    """`load`: read the weights from the directory. `random`: draw them from `[run] seed`; only `config.json` is
-    needed."""
+    """`load`: read the weights from the directory. `random`: draw them from `[run] seed`; the directory then needs only
+    `config.json` and `tokenizer.json`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype in which engines serve the model. The trainer's own weights are always float32."""
+    """The dtype in which engines serve the model. The trained weights (with [lora], the adapter) are float32 in the
+    trainer in both cases. `[training] compute_dtype` is the dtype of the trainer's passes."""
 
 
 class TaskSection(Section, frozen=True, tag_field="kind"):
@@ -77,11 +78,12 @@ class DatasetTaskConfig(TaskSection, frozen=True, kw_only=True, tag="dataset"):
     """[task] kind = "dataset": prompts from a JSON lines file, judged by a reward function of yours."""
 
     path: str
-    """A JSON lines file. Each line is `{"prompt": text or messages, ...}`. The reward function gets the other fields as
-    `data`."""
+    """A JSON lines file. Each line is `{"prompt": text or messages, ...}`. The other fields, except `id`, are for the
+    reward function."""
     reward: str | None = None
-    """The reward function: `module:function`, or `path/to/file.py:function`. Required unless there are
-    `[scorers.NAME]`."""
+    """The reward function: `module:function`, or `path/to/file.py:function`. It is called with `completion` and with
+    those fields of the line that its parameters name, such as `answer`. If a line lacks a field, the default of the
+    parameter is used; without a default, the rollout fails. Required unless there are `[scorers.NAME]`."""
     heldout_path: str | None = None
     """A second file, for evaluation. Without it, `[evaluate] prompts` lines are held out of `path`, chosen by a hash of
     their ids."""
@@ -124,7 +126,8 @@ class AgentTaskConfig(TaskSection, frozen=True, kw_only=True, tag="agent"):
     path: str
     """A JSON lines file. Each line is `{"prompt": text or messages, ...}`. The agent gets the other fields too."""
     agent: str | None = None
-    """The agent: `module:function`, or `path/to/file.py:function`. The reward is what the function returns or posts."""
+    """The agent: `module:function`, or `path/to/file.py:function`. The reward is what the function returns or posts.
+    `headrace gateway` ignores `agent` and `command`: there agents connect from outside."""
     command: list[str] = []
     """A program that is started for every rollout, instead of `agent`. Without `agent` and `command`, agents connect
     from outside."""
@@ -152,7 +155,8 @@ class EngineConfig(Section, frozen=True):
     kind: Annotated[str, Names(("embedded", "vllm"))] = "embedded"
     """The kind of engine: Headrace's own (`embedded`), vLLM servers, or `module:factory` of an engine of yours."""
     count: Positive = 1
-    """The number of engine processes (vLLM: of servers to start)."""
+    """The number of engine processes (vLLM: of servers to start). On GPUs all of them take GPU 0, whatever the number:
+    more engines use no further GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The device on which the model runs. `auto` takes a GPU if there is one."""
     memory_fraction: Share | None = None
@@ -161,7 +165,7 @@ class EngineConfig(Section, frozen=True):
     graphs: bool = True
     """GPU: capture decode steps as CUDA graphs."""
     compile: bool = True
-    """GPU: compile the model's layers, which takes tens of seconds once."""
+    """GPU: compile the model's layers when the engine starts. `docs/performance.md` says how long this takes."""
     threads: Positive = 1
     """The number of compute threads of each engine process (CPU)."""
     slots: Positive = 64
@@ -264,11 +268,13 @@ class BufferConfig(Section, frozen=True):
     """[buffer]: how far generation may run ahead of training."""
 
     depth: NonNegative | Literal["unbounded"] = 1
-    """How many versions generation may be ahead of the version in training. 0 is synchronous: generation waits until
-    the engines have the new weights. With `"unbounded"` only `max_lag` limits generation, and `max_lag` is required."""
+    """How many versions of work may be under way beside the version in training. 0 is synchronous: generation waits
+    until the engines have the new weights, and lag is 0. With depth K, most tokens are at most K versions old when they
+    are trained, but a token of a slow group can be up to 2 x K + 1 versions old. Set `max_lag` for a smaller bound.
+    With `"unbounded"` only `max_lag` limits generation, and `max_lag` is required."""
     max_lag: NonNegative | None = None
     """The largest lag: no token that is older than this many versions is trained. By default the bound that follows
-    from `depth`."""
+    from `depth`, which is 2 x depth + 1 (0 at depth 0). `max_lag = depth` is the smallest value."""
     on_stale: Literal["wait", "drop", "salvage"] = "wait"
     """What happens when a slow group would exceed `max_lag`. `wait`: batches wait for it. `drop`: it is cancelled and
     dropped. `salvage`: it is cancelled, and its tokens become the untrained beginning of a new attempt under newer
@@ -357,9 +363,10 @@ class TrainingConfig(Section, frozen=True):
     """[training]: how batches become new weights."""
 
     ranks: Positive = 1
-    """The number of trainer processes that share the model, its optimizer and the work of a step. On GPUs each process
-    has its own GPU. More than one rank is not possible with optimizer "adamw_8bit", `[lora] base` "nf4", `[delivery]
-    send` "delta" or transport "nccl"."""
+    """The number of trainer processes that share the model, its optimizer and the work of a step. On GPUs rank 0
+    takes GPU 0, rank 1 takes GPU 1 and so on, so there must be as many GPUs as ranks; the engines share GPU 0 with
+    rank 0. More than one rank is not possible with `[engine] kind` "vllm", optimizer "adamw_8bit", `[lora] base` "nf4",
+    `[delivery] send` "delta" or transport "nccl"."""
     tensor_parallel: Positive = 1
     """The number of ranks that work together on one row of tokens, each with a slice of every matrix. It must divide
     `ranks`."""
@@ -368,8 +375,9 @@ class TrainingConfig(Section, frozen=True):
     compile: bool = True
     """GPU: compile the model's layers, which takes about a minute once."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
-    """The dtype of the passes. By default bfloat16 on a GPU and float32 on a CPU. Master weights, optimizer and
-    gradient sums are always float32."""
+    """The dtype of the passes. By default bfloat16 on a GPU and float32 on a CPU. The weights that are
+    trained and the gradient sums are always float32. With [lora], one rank without `offload` holds the frozen base in
+    this dtype; several ranks, or `offload`, hold it in float32."""
     activation_checkpointing: bool = False
     """Keep only the input of each layer, and compute the rest again in the backward pass. This takes less memory and
     more time."""
@@ -404,7 +412,8 @@ class TrainingConfig(Section, frozen=True):
     """Compute the prompt that a group's answers share only once. On a GPU this is done where the prompt is long enough
     to pay."""
     checkpoint_every: NonNegative = 0
-    """The number of versions between checkpoints. 0 writes only the last one."""
+    """The number of versions between checkpoints. 0 writes one checkpoint only, when the run finishes or after Ctrl-C.
+    A run that is killed before that has none."""
     keep_checkpoints: Positive = 2
     """The number of newest checkpoints that stay on disk."""
 
