@@ -40,6 +40,9 @@ def main() -> int:
     chosen = [word.partition(":")[::2] for word in options.only] or [
         (kind, "") for kind in (*ON_FILES, *ON_LIVE, *ON_PROCESSES)
     ]
+    for kind, number in chosen:
+        if kind not in (*ON_FILES, *ON_LIVE, *ON_PROCESSES) or not (number == "" or number.isdigit()):
+            parser.error(f"--only {kind}{':' * bool(number)}{number}: no such kind of attack, or no number")
     began = time.monotonic()
     found = 0
     with tempfile.TemporaryDirectory() as directory, shared_fork_server(Path(directory)), ExitStack() as parts:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import tomli_w
-from commands import Commands
+from commands import SECONDS, Commands
 from mutations import as_json, damaged, mutated_json, nasty
 from targets import QUICKSTART, ROOT, Targets
 
@@ -116,31 +116,27 @@ def attack_model(random: Random, targets: Targets, commands: Commands) -> Case:
 
 def attack_run(random: Random, targets: Targets, commands: Commands) -> Case:
     """Read the directory of a run in which one file is damaged or gone. Damage that is read must be named."""
-    original = random.choice((targets.run, targets.run, targets.adapter_run, targets.sharded_run))
-    copy = targets.copy(original)
-    try:
-        done, damaged_file = _damage_one(copy, random)
-        command = [word.format(run=copy) for word in random.choice(READERS)]
-        outcome = commands.run(*command)
-        problem = outcome.problem()
-        if problem is None and outcome.code == 0 and _reads(command, copy, damaged_file):
-            problem = None if outcome.names(*_names(damaged_file)) else "the damage was read and not named"
-        return f"{original.parent.name}: {done}, then {command[0]}", problem
-    finally:
-        targets.discard(copy)
+    return _attack_run(random, targets, commands, random.choice(READERS))
 
 
 def attack_resume(random: Random, targets: Targets, commands: Commands) -> Case:
     """Resume a run in which one file is damaged or gone: the run goes on from what is good, or says what is not."""
+    return _attack_run(random, targets, commands, ("resume", "{run}", "--set", "run.versions=4"), seconds=120)
+
+
+def _attack_run(
+    random: Random, targets: Targets, commands: Commands, words: tuple[str, ...], seconds: float = SECONDS
+) -> Case:
     original = random.choice((targets.run, targets.run, targets.adapter_run, targets.sharded_run))
     copy = targets.copy(original)
     try:
         done, damaged_file = _damage_one(copy, random)
-        outcome = commands.run("resume", str(copy), "--set", "run.versions=4", seconds=120)
+        command = [word.format(run=copy) for word in words]
+        outcome = commands.run(*command, seconds=seconds)
         problem = outcome.problem()
-        if problem is None and outcome.code == 0 and _reads(["resume"], copy, damaged_file):
+        if problem is None and outcome.code == 0 and _reads(command, copy, damaged_file):
             problem = None if outcome.names(*_names(damaged_file)) else "the damage was read and not named"
-        return f"{original.parent.name}: {done}, then resume", problem
+        return f"{original.parent.name}: {done}, then {command[0]}", problem
     finally:
         targets.discard(copy)
 

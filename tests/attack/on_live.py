@@ -51,7 +51,7 @@ BODIES: dict[str, Any] = {
 }
 INTS = np.arange(2, dtype=np.int32)
 MESSAGES = (
-    Hello(pid=1),
+    Hello(),
     Ready(facts={"a": 1}),
     Heartbeat(phase="ready", time=0.0),
     Deltas(deltas=[Delta(id="nobody", token_ids=INTS, logprobs=np.zeros(2, np.float32), versions=INTS)]),

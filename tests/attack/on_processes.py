@@ -29,7 +29,6 @@ ROLES = {
     "headrace.cluster.worker_main": "worker",
     "headrace.scoring.worker_main": "reward",
     "headrace.gateway.agent_main": "agent",
-    "headrace.gateway.process": "gateway",
 }
 KILLS = 4
 """Attacks on one run. Several may come at once."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.delivery import digest as digest_module
 from headrace.delivery.digest import GrowingDigest, digest
-from headrace.delivery.digest_sums import BLOCK, layout_of
+from headrace.delivery.digest_sums import BLOCK, DigestPiece, layout_of
 from headrace.delivery.plan import PackingPlan, make_plan, unpack
 
 SHAPES = {
@@ -70,10 +70,21 @@ def test_one_that_is_given_up_ends_its_threads(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(digest_module, "threads_here", lambda: 3)
     plan, sent = packed(0)
     before = set(threading.enumerate())
+    begun, go_on = threading.Barrier(4), threading.Event()
+
+    def summed(piece: DigestPiece) -> torch.Tensor:
+        if not go_on.is_set():
+            begun.wait(10)
+            go_on.wait(10)
+        return torch.zeros(1)
+
+    monkeypatch.setattr(DigestPiece, "sums", summed)
     growing = GrowingDigest(plan.entries)
-    growing.grown(unpack(sent, plan.entries), plan.nbytes // 2)
+    growing.grown(unpack(sent, plan.entries), plan.nbytes)
+    begun.wait(10)  # All three are at work at once.
     working = set(threading.enumerate()) - before
-    assert 1 <= len(working) <= 3
+    assert len(working) == 3
+    go_on.set()
     growing.close()
     growing.close()
     assert not any(thread.is_alive() for thread in working)
