@@ -2,13 +2,10 @@
 
     python benchmarks/cpu_peers.py examples/smollm2/model --vllm-python .venv-vllm/bin/python
 
-In each round, every peer serves the same requests, one peer after the other, each in a process of its own. Prompts have
-48 to 80 tokens, and answers have lognormal lengths. End tokens are ignored, so all peers generate the same number of
-tokens. A peer warms up on other requests first. Tokens that only pad a batch do not count. vLLM needs an environment of
-its own; `--peers ours hf` leaves vLLM out. The machine must have nothing else to do.
+In each round, every peer serves the same requests, one peer after the other, each in a process of its own. End tokens
+are ignored, so all peers generate the same number of tokens. A peer warms up on other requests first. vLLM needs an
+environment of its own; `--peers ours hf` leaves vLLM out. The machine must have nothing else to do.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -33,10 +30,7 @@ Work = list[tuple[list[int], int]]
 
 
 def make_work(requests: int, mean: float, longest: int, vocabulary: int, seed: int) -> Work:
-    """Return prompts of random tokens, and answer lengths from a lognormal distribution with this mean.
-
-    Lengths above `longest` are cut to `longest`.
-    """
+    """Return prompts of random tokens, and answer lengths from a lognormal distribution, cut to `longest`."""
     rng = np.random.default_rng(seed)
     sigma = 0.8
     lengths = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, requests).clip(1, longest).astype(int)
@@ -61,8 +55,8 @@ def serve_ours(model_dir: str, threads: int) -> Callable[[Work], float]:
     from headrace.bench.engine_rounds import Driver
     from headrace.config.schema import EngineConfig
     from headrace.engines.embedded.core import EngineCore
+    from headrace.models.attention import check_model
     from headrace.models.loading import load_model
-    from headrace.models.selfcheck import check_model
 
     torch.set_num_threads(threads)
     model = load_model(model_dir)
@@ -87,8 +81,7 @@ def serve_hf(model_dir: str, threads: int) -> Callable[[Work], float]:
 def serve_vllm(model_dir: str, threads: int) -> Callable[[Work], float]:
     """Load vLLM's offline engine, and return a function that serves work with it.
 
-    vLLM records the log-probability of every sampled token, as the embedded engine does. Its threads are set by the
-    environment of the process.
+    vLLM records log-probabilities, as the embedded engine does. Its threads are set by the environment of the process.
     """
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 

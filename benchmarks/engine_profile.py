@@ -3,8 +3,6 @@
 Torch's profiler records a few steps in the middle of the measured round of `headrace bench engine`.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -7,8 +7,6 @@ The figures of a benchmark are written to DIRECTORY/NAME.json, and its messages 
 1 if a benchmark fails, or if a figure does not reach its goal.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess
@@ -96,10 +94,7 @@ def main() -> None:
 
 
 def choose(names: list[str]) -> list[str]:
-    """Return the names of the benchmarks to run; all if `names` is empty.
-
-    A name that no benchmark has stands for all benchmarks whose names begin with it.
-    """
+    """Return the benchmarks with these names, or else those whose names begin so; all if `names` is empty."""
     chosen: set[str] = set()
     for name in names:
         found = [name] if name in BENCHMARKS else [each for each in BENCHMARKS if each.startswith(name)]

@@ -5,14 +5,10 @@ Times are medians by the clock of the GPU. Launches of attention and sampling ar
 - `attention`: a launch of the decode kernel, the bytes of keys and values that it reads per second, and these as a
   fraction of the bandwidth of a plain copy. The KV cache is several times larger than the L2 cache of the GPU.
 - `sampling`: the milliseconds to sample the tokens of one step from bfloat16 logits, flat (scale 1) and peaked (scale
-  5): without truncation, with top-p 0.95, with top-k 50, with both, and with the kept tokens recorded. For comparison:
-  the time to read the logits once, to find their maximum.
+  5), beside the time to read the logits once, to find their maximum.
 - `digest`: the digest of 600M bfloat16 elements in 300 tensors, beside copies of the same bytes. `copy` is the copy
-  that a receiver makes over live weights. `torch` is the same copy by torch. `flat copy` is the copy of one tensor with
-  all bytes. For a CPU, `headrace bench delivery` measures the digest beside a copy.
+  that a receiver makes over live weights. `torch` is the same copy by torch. `flat copy` is the copy of one tensor.
 """
-
-from __future__ import annotations
 
 import statistics
 import sys
@@ -118,8 +114,7 @@ def measure_attention() -> None:
         )
 
 
-def sample_step(batch: int, vocabulary: int, scale: float) -> None:
-    """Measure one batch, and print a line for each truncation rule."""
+def _sample_step(batch: int, vocabulary: int, scale: float) -> None:
     logits = (torch.randn(batch, vocabulary, device="cuda") * scale).bfloat16()
     rows = torch.arange(batch, dtype=torch.int32, device="cuda")
     ids = torch.empty(batch, KEPT_LIMIT, dtype=torch.int32, device="cuda")
@@ -143,7 +138,7 @@ def measure_sampling() -> None:
     torch.manual_seed(0)
     for batch, vocabulary in SIZES:
         for scale in (1.0, 5.0):
-            sample_step(batch, vocabulary, scale)
+            _sample_step(batch, vocabulary, scale)
 
 
 def measure_digest() -> None:

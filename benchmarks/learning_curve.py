@@ -5,8 +5,6 @@
 The run must have been evaluated before and after its steps.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from pathlib import Path

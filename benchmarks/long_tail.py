@@ -3,12 +3,9 @@
     python benchmarks/long_tail.py [--rollouts 20000] [--seed 0] [--svg docs/long_tail.svg]
 
 It prints the table and draws the picture of docs/staleness.md. The real controller, window and rollouts run with the
-fake engine under a virtual clock, so the numbers are the same on every machine. Answers have lognormal lengths, and one
-in ten is ten times longer. The lengths of trained rollouts are compared with those of all generated rollouts, for the
-window and for a queue that drops its oldest groups.
+fake engine under a virtual clock, so the numbers are the same on every machine. The lengths of trained rollouts are
+compared with those of all generated rollouts, for the window and for a queue that drops its oldest groups.
 """
-
-from __future__ import annotations
 
 import argparse
 import tempfile
@@ -23,12 +20,12 @@ from learning_curve import standalone
 from headrace.bench.workload import LONG_FACTOR, LONG_SHARE, MEDIAN, SIGMA
 from headrace.buffer.reader import open_readonly
 from headrace.buffer.window import Window
-from headrace.config import Config, make_config
+from headrace.config import make_config
 from headrace.engines.base import Request
 from headrace.observe.charts import Series
-from headrace.observe.drift import ks_distance
+from headrace.observe.metrics import ks_distance
 from headrace.sim.run import SimRun, run_virtual
-from headrace.types import Group
+from headrace.types import Batch, Group
 
 TOKEN_SECONDS = 0.01
 TRAIN_SECONDS = 0.002
@@ -62,15 +59,13 @@ class DropOldest(Window):
 
 @dataclass(frozen=True)
 class PolicyOutcome:
-    """The results of one policy."""
+    """The results of one policy: lengths, and the rate in virtual time."""
 
     generated: npt.NDArray[np.int64]
-    """The lengths of all rollouts that ended."""
     trained: npt.NDArray[np.int64]
     distance: float
     """The Kolmogorov-Smirnov distance between the generated and the trained lengths."""
     tokens_per_second: float
-    """The trained tokens per second of virtual time."""
     largest_lag: int
     dropped_groups: int
 
@@ -88,10 +83,10 @@ def long_tail(seed: int) -> Callable[[Request], int]:
 
 def study(policy: str, rollouts: int, seed: int = 0) -> PolicyOutcome:
     """Simulate one of `POLICIES` until about this many rollouts are generated."""
-    trained = rollouts // KEPT_SHARE if policy == "drop oldest" else rollouts
+    versions = -(-(rollouts // KEPT_SHARE if policy == "drop oldest" else rollouts) // (GROUPS * GROUP_SIZE))
     config = make_config(
         {
-            "run": {"versions": -(-trained // (GROUPS * GROUP_SIZE)), "seed": seed},
+            "run": {"versions": versions, "seed": seed},
             "model": {"path": "-"},
             "task": {"kind": "gym", "name": "-"},
             "engine": {"slots": 3 * GROUPS * GROUP_SIZE},
@@ -99,32 +94,37 @@ def study(policy: str, rollouts: int, seed: int = 0) -> PolicyOutcome:
             "buffer": {"groups": GROUPS, "depth": 0 if policy == "depth 0" else 2},
         }
     )
-    with tempfile.TemporaryDirectory() as directory:
-        return run_virtual(_simulate(policy, config, Path(directory), seed))
-
-
-async def _simulate(policy: str, config: Config, path: Path, seed: int) -> PolicyOutcome:
     window = DropOldest(GROUPS, 2, versions=None) if policy == "drop oldest" else None
     if window is not None:
-        window.lag_bound = config.run.versions  # This policy has no lag bound.
-    run = SimRun(
-        config,
-        path,
-        lengths=long_tail(seed),
-        token_seconds=TOKEN_SECONDS,
-        train_seconds=lambda batch: TRAIN_SECONDS * batch.trained_tokens,
-        window=window,
-    )
-    await run.execute()
-    with open_readonly(path / "journal.db") as journal:
-        ended = [record.sampled_tokens for record in journal.rollout_records("ending = 'finished'")]
-    generated, trained = np.asarray(ended, np.int64), np.asarray(run.trainer.lengths, np.int64)
+        window.lag_bound = versions  # This policy has no lag bound.
+
+    batches: list[Batch] = []
+
+    async def simulate(path: Path) -> SimRun:
+        run = SimRun(
+            config,
+            path,
+            lengths=long_tail(seed),
+            token_seconds=TOKEN_SECONDS,
+            train_seconds=lambda batch: TRAIN_SECONDS * batch.trained_tokens,
+            window=window,
+        )
+        run.trainer.on_batch = batches.append
+        await run.execute()
+        return run
+
+    with tempfile.TemporaryDirectory() as directory:
+        run = run_virtual(simulate(Path(directory)))
+        with open_readonly(Path(directory) / "journal.db") as journal:
+            ended = [record.sampled_tokens for record in journal.rollout_records("ending = 'finished'")]
+    sampled = [np.add.reduceat(batch.versions >= 0, np.cumsum(batch.lengths) - batch.lengths) for batch in batches]
+    generated, trained = np.asarray(ended, np.int64), np.concatenate(sampled).astype(np.int64)
     return PolicyOutcome(
         generated=generated,
         trained=trained,
         distance=ks_distance(generated, trained),
-        tokens_per_second=run.trainer.trained_tokens / run.seconds,
-        largest_lag=max(run.trainer.lags),
+        tokens_per_second=sum(batch.trained_tokens for batch in batches) / run.seconds,
+        largest_lag=max(int(batch.lags().max()) for batch in batches),
         dropped_groups=run.recorder.ledgers.as_dict()["groups"]["dropped"],
     )
 

@@ -2,22 +2,21 @@
 
     python benchmarks/off_policy.py [--results docs/off_policy.jsonl] [--svg docs/off_policy.svg]
 
-All runs are real, with real processes, and begin with the same warm-started weights. Every finished run is one line of
-the results file. A run that is in the file is not made again, so an interrupted study continues where it stopped.
+All runs are real and begin with the same warm-started weights. Every finished run is one line of the results file. A
+run that is in the file is not made again, so an interrupted study continues where it stopped.
 
 The lag of a run is fixed by its configuration. With `interrupt = "block"` an engine finishes all requests that it has
 before it takes new weights. With `depth = max_lag = K` the groups of a version fill the window until they are trained K
 versions later.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from learning_curve import standalone
@@ -133,10 +132,10 @@ def table(results: Sequence[dict[str, Any]]) -> list[str]:
     for rate, lag, arm in sorted({(r["learning_rate"], r["lag"], r["arm"]) for r in results}):
         runs = [r for r in results if (r["learning_rate"], r["lag"], r["arm"]) == (rate, lag, arm)]
         ends = [r["heldout_after"] for r in runs]
-        half = _mean(_at_half(r) for r in runs)
+        half = fmean(_at_half(r) for r in runs)
         lines.append(
-            f"| {rate:g} | {lag} | {_mean(r['lag_mean'] for r in runs):.2f} ({max(r['lag_max'] for r in runs)}) | "
-            f"`{LOSSES[arm]}`{', ' + arm if lag else ''} | {half:.3f} | {_mean(ends):.3f} | {min(ends):.3f} | "
+            f"| {rate:g} | {lag} | {fmean(r['lag_mean'] for r in runs):.2f} ({max(r['lag_max'] for r in runs)}) | "
+            f"`{LOSSES[arm]}`{', ' + arm if lag else ''} | {half:.3f} | {fmean(ends):.3f} | {min(ends):.3f} | "
             f"{len(runs)} |"
         )
     return lines
@@ -144,11 +143,6 @@ def table(results: Sequence[dict[str, Any]]) -> list[str]:
 
 def _at_half(run: dict[str, Any]) -> float:
     return next(right for version, right in run["curve"] if version - run["curve"][0][0] >= run["versions"] / 2)
-
-
-def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
 
 
 def picture(results: Sequence[dict[str, Any]], rate: float) -> str:

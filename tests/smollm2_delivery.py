@@ -23,8 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace.config.schema import AlgorithmConfig, EngineConfig, LoraConfig, TrainingConfig, WarmStartConfig
 from headrace.delivery import transports
-from headrace.delivery.base import Manifest
-from headrace.delivery.canary import canary_sequence
+from headrace.delivery.base import Manifest, canary_sequence
 from headrace.delivery.digest import digest_as
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import nccl_group

@@ -1,15 +1,4 @@
-"""The Python API: `headrace.train(...)` runs the whole loop on the same code path as the command line.
-
-    run = headrace.train(
-        model="path/to/model",
-        prompts=["2 + 2 =", ...],
-        reward=lambda completion, prompt: float(...),
-        settings={"run.versions": 50},
-    )
-
-The reward is a function of this process and is called in threads with a deadline. To run the function in worker
-processes instead, give its name as `"module:function"`.
-"""
+"""The Python API: `headrace.train(...)` runs the whole loop on the same code path as the command line."""
 
 from __future__ import annotations
 
@@ -38,8 +27,9 @@ def train(
 ) -> Run:
     """Train a model to earn a reward, and return when the run has ended.
 
-    `prompts` is a list, or the path of a JSON-lines file. `settings` holds keys of the configuration, such as
-    `{"run.versions": 50, "buffer.depth": 2}`.
+    `prompts` is a list, or the path of a JSON-lines file. `reward` is a function, which is called in threads of this
+    process with a deadline, or the name of one for worker processes, `"module:function"`. `settings` holds keys of the
+    configuration, such as `{"run.versions": 50, "buffer.depth": 2}`.
     """
     from headrace.observe.progress import make_progress
     from headrace.pipeline.launch import start_run

@@ -17,8 +17,6 @@
 A failed rollout is not an exception: it is a `Rollout` with `ending = "failed"` and a reason.
 """
 
-from __future__ import annotations
-
 
 class HeadraceError(Exception):
     """The root of all exceptions that Headrace raises on purpose."""

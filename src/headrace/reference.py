@@ -3,12 +3,11 @@
 Every error on the way becomes one `ConfigError` line that says which part of the name is wrong.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -76,11 +75,10 @@ def _load_module(name: str) -> ModuleType:
     _add_path(Path.cwd())
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
-            raise ConfigError(f"there is no module {error.name!r} (looked for {name!r})") from error
-        raise ConfigError(f"importing {name} raised {describe(error)}") from error
     except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{name}.".startswith(f"{missing}."):
+            raise ConfigError(f"there is no module {missing!r} (looked for {name!r})") from error
         raise ConfigError(f"importing {name} raised {describe(error)}") from error
 
 
@@ -116,11 +114,9 @@ def describe(error: BaseException) -> str:
     """Describe an exception of the user's code in one line: its type, its message, and the line that raised it."""
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<frozen"):
-        text += f" ({Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})"
+    frames = traceback.extract_tb(error.__traceback__, limit=-1)
+    if frames and not frames[-1].filename.startswith("<frozen"):
+        text += f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
     return text
 
 

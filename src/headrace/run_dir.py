@@ -44,7 +44,7 @@ class RunDir:
             )
         try:
             run_dir.path.mkdir(parents=True)
-            _write_whole(run_dir.config, config)
+            write_whole(run_dir.config, dump_config(config).encode())
         except OSError as error:
             shutil.rmtree(run_dir.path, ignore_errors=True)
             raise UserError(f"[run] directory: {run_dir.path} cannot be made: {error.strerror}") from error
@@ -57,7 +57,7 @@ class RunDir:
         The run keeps it only if `keep_config` is called.
         """
         try:
-            _write_whole(self.next_config, config)
+            write_whole(self.next_config, dump_config(config).encode())
             yield
         finally:
             self.next_config.unlink(missing_ok=True)
@@ -95,8 +95,8 @@ class RunDir:
         return run_dir, load_config(run_dir.config)
 
 
-def _write_whole(path: Path, config: Config) -> None:
-    # Written beside the old file and renamed over it, so a process that dies meanwhile leaves the old file intact.
-    part = path.with_suffix(".part")
-    part.write_text(dump_config(config))
+def write_whole(path: Path, data: bytes) -> None:
+    """Write beside the old file and rename over it, so a process that dies meanwhile leaves the old file intact."""
+    part = path.with_suffix(f"{path.suffix}.part")
+    part.write_bytes(data)
     part.replace(path)

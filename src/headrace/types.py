@@ -28,8 +28,7 @@ TASK = "task"
 """The name of a run's task if the configuration gives the task no name."""
 
 Level = Literal["rollout", "turn", "step", "token"]
-"""The part of a rollout that a score is about: the whole rollout, a turn of the policy, a step within a turn, or
-tokens."""
+"""What a score is about: the whole rollout, a turn of the policy, a step within a turn, or tokens."""
 
 NO_VERSION = -1
 """The version of a token that no policy sampled, such as a token of a prompt or of a tool's answer."""
@@ -39,15 +38,20 @@ NO_EXPERT = -1
 
 
 def join_routing(parts: Sequence[tuple[int, Int16Array | None]]) -> Int16Array | None:
-    """Join the routing of consecutive parts of a trace, each given as (number of tokens, routing).
-
-    Tokens of a part without routing get `NO_EXPERT`. Return None if no part has routing.
-    """
+    """Join the routing of consecutive parts, each (number of tokens, routing). None if no part has any."""
     known = next((routing for _, routing in parts if routing is not None), None)
     if known is None:
         return None
     free = [np.full((n, *known.shape[1:]), NO_EXPERT, np.int16) if routing is None else routing for n, routing in parts]
     return np.concatenate(free)
+
+
+def splitmix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Apply the finalizer of SplitMix64, a bijection: each input bit changes about half of the output bits."""
+    mixed = values + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
 
 
 def without_republished(versions: Any, republished: Sequence[int]) -> Any:
@@ -88,8 +92,7 @@ class Kept(msgspec.Struct, kw_only=True):
     """The kept sets of consecutive tokens: the token ids that truncation (top-k, top-p, min-p) left to draw from."""
 
     counts: Int32Array
-    """The size of each token's kept set. 0 means that nothing was truncated: the token was drawn from the whole
-    vocabulary."""
+    """The size of each token's kept set. 0: nothing was truncated, so the whole vocabulary was left to draw from."""
     token_ids: Int32Array
     """All kept sets, one after the other. The ids within one set are in ascending order."""
 
@@ -309,8 +312,7 @@ STEP_SECONDS = 0.02
 def held_back_seconds(running: int) -> float:
     """Return the longest time for which an engine with `running` requests holds sampled tokens back.
 
-    The time grows with the number of requests, so that an engine sends at most about 5,000 deltas a second. It is at
-    least 0.08 s and at most 0.2 s.
+    The time grows with the number of requests, so that an engine sends at most about 5,000 deltas a second.
     """
     return min(0.2, max(0.08, running / 5000))
 

@@ -6,8 +6,6 @@ vLLM's own environment. The package imports only the weight delivery of Headrace
 numpy, msgspec and pyzmq.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -4,8 +4,6 @@ vLLM's own `--api-key` protects only the paths that generate. It leaves the path
 weights and call workers. Only `/health` stays open here.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import secrets

@@ -10,11 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from headrace.errors import DeliveryError
 from headrace_vllm_plugin.weights import Pristine, WorkerStaging, compare
@@ -53,10 +49,7 @@ class HeadraceTransfer(WeightTransferEngine):  # type: ignore[misc]
         """Do nothing: transports connect when a version is staged."""
 
     def start_weight_update(self) -> None:
-        """Prepare the model for new weights.
-
-        Raises `DeliveryError` if no version is staged, before the live weights are touched.
-        """
+        """Prepare the model for new weights. If no version is staged, raise `DeliveryError` and touch no weights."""
         state = self.staging.state()
         if not state.done or state.error or state.version < 0:
             raise DeliveryError(f"no version is staged: {state.error or 'the last one is under way'}")

@@ -4,8 +4,6 @@ vLLM applies `min_p` first, so its `top_p` is a share of another total. Here `to
 what `top_k` left, and `min_p` comes last. The best token always stays.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec
@@ -26,10 +24,7 @@ def wanted(params: Any) -> Truncation | None:
 
 
 def truncate(logits: torch.Tensor, rows: dict[Truncation, list[int]]) -> None:
-    """Set the logits of all truncated tokens in these rows to minus infinity, in place.
-
-    The logits [R, V] must already be divided by the temperature.
-    """
+    """Set truncated tokens' logits to -inf, in place. The logits [R, V] must already be divided by the temperature."""
     for rule, mine in rows.items():
         logits[mine] = logits[mine].masked_fill(~kept(logits[mine], rule), float("-inf"))
 

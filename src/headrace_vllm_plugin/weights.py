@@ -6,8 +6,6 @@ never from weights with an earlier adapter. After any number of swaps, the resul
 only. An adapter that was trained on other weights is refused, because the digests differ.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 import time

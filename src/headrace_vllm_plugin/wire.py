@@ -3,8 +3,6 @@
 This module imports neither torch nor vLLM, because both sides import it.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec
@@ -12,7 +10,6 @@ import msgspec
 from headrace.delivery.base import Entry
 
 BACKEND = "headrace"
-"""The name of the weight-transfer engine."""
 PROTOCOL = 4
 """The version of these messages, increased with every change; both sides must have the same."""
 TRUNCATION = "headrace_truncation"

@@ -28,11 +28,10 @@ from headrace.delivery.transports.shm import ShmSender
 from headrace.engines.base import Counters, Interrupt, Sampler
 from headrace.engines.embedded.building import build, pass_messages
 from headrace.engines.embedded.engine import EmbeddedEngine, EngineLoop
-from headrace.engines.event_loop import EventLoopServer, Opened
 from headrace.engines.fake import FakeEngine
 from headrace.engines.fake_policy import FakePolicy
 from headrace.engines.pool import EnginePool
-from headrace.engines.serving import Deltas, RemoteEngine
+from headrace.engines.serving import Deltas, EventLoopServer, Opened, RemoteEngine
 from headrace.models.loading import named_weights
 from headrace.types import Float32Array, Int32Array
 

@@ -335,8 +335,8 @@ def test_live_weights_that_are_not_what_was_staged_are_never_served(
     manifest = trainer.publish(2)
 
     def slipping(real: Callable[..., None]) -> Callable[..., None]:
-        def copy(*arguments: Any) -> None:
-            real(*arguments)
+        def copy(*arguments: Any, **options: Any) -> None:
+            real(*arguments, **options)
             next(iter(engine.live.values())).view(-1)[0] += 1
 
         return copy

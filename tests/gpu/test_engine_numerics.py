@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from headrace.config.schema import EngineConfig
 from headrace.engines.base import Delta, Request, Sampling
 from headrace.engines.embedded.core import EngineCore
-from headrace.models.attention import ATTENTION
-from headrace.models.selfcheck import check_model
+from headrace.models.attention import ATTENTION, check_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

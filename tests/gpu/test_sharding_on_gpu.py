@@ -15,8 +15,8 @@ from random_models import model_dir, random_batch
 
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
 from headrace.models.loading import load_model
-from headrace.training.building import prepare_model
 from headrace.training.ranks import join
+from headrace.training.serving import prepare_model
 from headrace.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

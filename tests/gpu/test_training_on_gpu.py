@@ -21,11 +21,11 @@ from headrace.models.loading import load_model
 from headrace.models.rounding import FourBitLinear, round_weights
 from headrace.training import trainer as trainer_module
 from headrace.training.attention import Kernels, PackedAttention
-from headrace.training.building import prepare_model
 from headrace.training.layers import compiled_layers
 from headrace.training.logprobs import PLAIN, Reading, compiled_arithmetic, read_head, read_row
 from headrace.training.lora import TrainedAdapter
 from headrace.training.rows import MicroBatch, plan
+from headrace.training.serving import prepare_model
 from headrace.training.trainer import Trainer, accumulate
 from headrace.types import Kept
 

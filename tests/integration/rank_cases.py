@@ -17,14 +17,14 @@ from random_models import AllDouble, model_dir, random_batch, with_experts
 from forked_processes import PROCESSES
 from headrace.channel.codec import encode
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
-from headrace.delivery.canary import canary_sequence
+from headrace.delivery.base import canary_sequence
 from headrace.delivery.parts import TrainerRanks
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import sender
 from headrace.delivery.transports.base import SenderSettings
 from headrace.models.loading import load_model
-from headrace.training.building import prepare_model
 from headrace.training.ranks import Ranks, join
+from headrace.training.serving import prepare_model
 from headrace.training.trainer import Trainer
 from headrace.types import Batch
 

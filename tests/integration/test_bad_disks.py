@@ -87,7 +87,7 @@ def test_settings_of_a_resume_that_was_killed_before_it_had_started_are_not_kept
     run_dir: Path, stop: Callable[..., Path]
 ) -> None:
     before = (run_dir / "config.toml").read_bytes()
-    stopped = stop("trainer", "headrace.training.building:build_trainer", 1, "controller")
+    stopped = stop("trainer", "headrace.training.serving:build_trainer", 1, "controller")
     killed = headrace("resume", str(run_dir), "--set", "training.optimizer=muon")
     assert stopped.exists() and killed.returncode == -9
     assert (run_dir / "config.toml").read_bytes() == before

@@ -13,8 +13,7 @@ from tiny_models import make_model
 
 from headrace.bench.delivery import LEGS, Row, bench_delivery, rows
 from headrace.bench.delivery_sides import RANK, flip_words
-from headrace.bench.options import DeliveryBench
-from headrace.bench.report import lines
+from headrace.bench.options import DeliveryBench, lines
 from headrace.errors import UserError
 
 pytestmark = pytest.mark.slow

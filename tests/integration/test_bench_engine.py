@@ -12,8 +12,7 @@ from runs import headrace
 from tiny_models import make_model
 
 from headrace.bench.engine import bench_engine
-from headrace.bench.options import EngineBench
-from headrace.bench.report import lines
+from headrace.bench.options import EngineBench, lines
 from headrace.errors import UserError
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.bench import journal, loop
-from headrace.bench.options import LoopBench
-from headrace.bench.report import lines
+from headrace.bench.options import LoopBench, lines
 from headrace.bench.workload import LengthsTask
 from headrace.errors import UserError
 

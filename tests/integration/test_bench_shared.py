@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.bench.loop import bench_loop, lasting_versions
-from headrace.bench.options import LoopBench
-from headrace.bench.report import lines
+from headrace.bench.options import LoopBench, lines
 from headrace.bench.workload import steady_rate, write_model
 from headrace.errors import UserError
 from headrace.observe.spans import read_timeline

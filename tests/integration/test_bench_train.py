@@ -13,11 +13,10 @@ from runs import headrace
 from sympy import sympify
 from tiny_models import make_model
 
-from headrace.bench.options import TrainBench
-from headrace.bench.report import lines
+from headrace.bench.base import build_shape
+from headrace.bench.options import TrainBench, lines
 from headrace.bench.train import FORMULA, Flops, bench_train, count_flops, draw_sequences, make_batch, padded
 from headrace.errors import UserError
-from headrace.models.shapes import build_shape
 from headrace.training.rows import plan
 
 

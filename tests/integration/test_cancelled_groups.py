@@ -26,7 +26,7 @@ class LongPrompts(LengthsTask):
         super().__init__(8, "equal:1", seed, heldout)
 
     def episode(self, prompt: Prompt) -> LengthsEpisode:
-        return LengthsEpisode(LONG if int(prompt.id) % EVERY == 0 else SHORT, float(self._draw.random() < 0.5))
+        return LengthsEpisode(prompt, LONG if int(prompt.id) % EVERY == 0 else SHORT, float(self._draw.random() < 0.5))
 
 
 def run_with(directory: Path, on_stale: str) -> Path:

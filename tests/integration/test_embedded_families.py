@@ -9,7 +9,7 @@ from tiny_models import FAMILIES, make_model, plain, prompts, reference_greedy, 
 
 from headrace.config.schema import EngineConfig
 from headrace.engines.embedded.core import EngineCore
-from headrace.models.selfcheck import check_model
+from headrace.models.attention import check_model
 
 SMALL = EngineConfig(slots=4, block_size=4, prefill_chunk=10, cache_tokens=80)
 """Fewer slots than requests, chunks shorter than prompts, and a cache too small for four long sequences."""

@@ -21,9 +21,9 @@ from headrace.delivery.transports.base import SenderSettings
 from headrace.engines.base import Delta
 from headrace.engines.embedded.core import EngineCore
 from headrace.errors import DeliveryError
+from headrace.models.attention import check_model
 from headrace.models.loading import named_weights
 from headrace.models.lora import Adapter, adapter_weights
-from headrace.models.selfcheck import check_model
 
 Mode = Literal["merged", "unmerged"]
 SPEC = LoraConfig(rank=4, alpha=6.0, targets=["q_proj", "v_proj", "o_proj", "down_proj"])

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from headrace.config.schema import AlgorithmConfig, LoraConfig, WarmStartConfig
 from headrace.models.loading import load_model
-from headrace.training.building import prepare_model
 from headrace.training.checkpoints.base import is_sharded, latest
 from headrace.training.lora import TrainedAdapter
 from headrace.training.ranks import Ranks
+from headrace.training.serving import prepare_model
 from headrace.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow

@@ -23,9 +23,9 @@ from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import WITHOUT_GPU, sender
 from headrace.delivery.transports.base import SenderSettings
 from headrace.engines.embedded.core import EngineCore
+from headrace.models.attention import check_model
 from headrace.models.lora import Adapter, frozen_linears
 from headrace.models.rounding import round_weights
-from headrace.models.selfcheck import check_model
 from headrace.observe.progress import NoProgress
 from headrace.pipeline.launch import start_run
 from headrace.review.audit import audit

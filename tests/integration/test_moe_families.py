@@ -9,9 +9,8 @@ import pytest
 import torch
 from tiny_models import make_model, prompts
 
-from headrace.models.attention import attending
+from headrace.models.attention import ReferenceContext, attending
 from headrace.models.experts import RoutingRecorder, RoutingShape, prepare_experts, recording
-from headrace.models.selfcheck import ReferenceContext
 
 _SPARSE = {"num_experts_per_tok": 3, "num_hidden_layers": 3, "initializer_range": 0.15, "moe_intermediate_size": 48}
 _LATENT = {

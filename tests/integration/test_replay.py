@@ -51,7 +51,7 @@ def test_thirty_asynchronous_versions_come_out_alike(recorded: Path) -> None:
 @pytest.mark.slow
 def test_the_last_weights_are_those_of_the_checkpoint_to_the_bit(recorded: Path) -> None:
     """Not by digest: every tensor of a trainer that saw the recorded batches, beside the file that the run saved."""
-    from headrace.training.building import build_trainer
+    from headrace.training.serving import build_trainer
 
     run_dir, config = RunDir.open(recorded)
     trainer = build_trainer(config, recorded / "no-checkpoint").trainer

@@ -10,10 +10,10 @@ import torch
 from rank_cases import TRAINING, model_dir, on_ranks, random_batch
 
 from headrace.models.loading import load_model
-from headrace.training.building import prepare_model
 from headrace.training.logprobs import read_row
 from headrace.training.ranks import Ranks
 from headrace.training.rows import plan
+from headrace.training.serving import prepare_model
 
 pytestmark = pytest.mark.slow
 

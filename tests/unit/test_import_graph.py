@@ -41,7 +41,6 @@ ARROWS = {
     "delivery": set(),
     "engines": {
         "delivery.base",
-        "delivery.canary",
         "delivery.digest",
         "delivery.receiver",
         "delivery.setup",
@@ -90,7 +89,6 @@ ARROWS = {
     "training": {
         "algorithms.losses",
         "delivery.base",
-        "delivery.canary",
         "delivery.digest",
         "delivery.parts",
         "delivery.plan",

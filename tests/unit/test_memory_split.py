@@ -18,11 +18,10 @@ from headrace.config.memory import (
     TrainerMemory,
     engine_share,
     estimate,
-    excess_bytes,
     teacher_facts,
     trainer_memory,
 )
-from headrace.config.model_dir import ModelFacts
+from headrace.config.model_dir import ModelFacts, model_facts
 from headrace.config.schema import LoraConfig
 from headrace.engines.embedded.building import share_beside_trainer
 from headrace.errors import UserError
@@ -184,11 +183,15 @@ def test_a_share_that_was_given_is_taken_if_it_fits(tmp_path: Path) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_a_given_share_may_take_all_that_the_trainer_leaves() -> None:
-    total = trainer_memory(CONFIG, FACTS).total * 2
-    assert excess_bytes(CONFIG, FACTS, total, 0.5) == 0
-    assert excess_bytes(CONFIG, FACTS, total, 0.51) > 0
-    assert engine_share(CONFIG, FACTS, total) < 0.5, "by default there is a margin"
+def test_a_given_share_may_take_all_that_the_trainer_leaves(tmp_path: Path) -> None:
+    path = {"path": _write_model(tmp_path), "weights": "random"}
+    half = changed(model=path, engine={"memory_fraction": 0.5})
+    facts = model_facts(tmp_path, "random")
+    total = trainer_memory(half, facts).total * 2
+    assert share_beside_trainer(half, total) == 0.5
+    with pytest.raises(UserError, match=r"^\[engine\] memory_fraction = 0.51: "):
+        share_beside_trainer(changed(model=path, engine={"memory_fraction": 0.51}), total)
+    assert engine_share(half, facts, total) < 0.5, "by default there is a margin"
 
 
 def test_the_check_counts_what_the_division_counts() -> None:

@@ -10,8 +10,6 @@ If the function compares the answers of a group with each other, its file should
 run with `group_size = 1` is then refused before it starts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

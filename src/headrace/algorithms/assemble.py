@@ -4,8 +4,6 @@ The batch depends on the set of groups, never on the order in which they arrived
 contain the normalisation of the whole optimizer step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal
 

@@ -1,11 +1,11 @@
 """`headrace bench delivery`: measures what the delivery of a new version costs, by transport and by what is sent.
 
-The trainer and each engine are replaced by processes of their own, in which the real publisher and the real receivers
-work, as in a run. If an engine does not prove a version, the benchmark fails, so every figure is of proved versions.
+The real publisher and the real receivers work in processes of their own, as in a run. Every figure is of versions that
+all engines have proved. Two sets of weights are published in turn. They differ in the last bit of a given share of
+words, as after a small optimizer step. The two sets of an adapter differ everywhere, as after any step.
 
-Two sets of weights are published in turn. They differ in the last bit of a given share of words, because small
-optimizer steps cause such deltas. The two sets of an adapter differ everywhere, as the tensors of an adapter do after
-any step.
+With `--decode`, each engine decodes a full batch all the time: a sequence that ends is replaced by a new one. Otherwise
+nothing runs beside the deliveries, and the canary is scored last and timed by itself.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import socket
 import statistics
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,17 +24,33 @@ import msgspec
 import numpy as np
 import torch
 
-from headrace.bench.base import begin, choose_dtype, copy_seconds
-from headrace.bench.delivery_engine import Taken
-from headrace.bench.delivery_sides import RANK, Begin, Publish, Published, PublisherProcess, Ready, Side
-from headrace.bench.options import DeliveryBench
-from headrace.bench.report import Say
-from headrace.bench.timing import median_seconds
-from headrace.delivery.base import Kind, Manifest
+from headrace.bench.base import begin, choose_dtype, copy_seconds, vocabulary_of
+from headrace.bench.delivery_sides import (
+    RANK,
+    Begin,
+    Connection,
+    Publish,
+    Published,
+    PublisherProcess,
+    Ready,
+    Side,
+    load_served,
+)
+from headrace.bench.engine_checks import plain_twin, score_canary
+from headrace.bench.options import DeliveryBench, Say, median_seconds
+from headrace.config.schema import EngineConfig
+from headrace.delivery.base import Kind, Manifest, Proof
 from headrace.delivery.copying import threads_here
+from headrace.delivery.plan import packed_bytes
+from headrace.delivery.receiver import Receiver, Staged
 from headrace.delivery.transports import WITHOUT_GPU
 from headrace.delivery.transports.tcp_wire import BUCKET_BYTES
-from headrace.errors import DeliveryError, UserError
+from headrace.engines.base import Delta, Request, Sampling
+from headrace.engines.embedded.core import EngineCore
+from headrace.engines.embedded.engine import EngineLoop
+from headrace.engines.embedded.setup import give_way_to_decoding
+from headrace.errors import DeliveryError, HeadraceError, UserError
+from headrace.models.loading import named_weights
 
 KINDS: tuple[Kind, ...] = ("full", "delta", "adapter")
 SOCKET_SECONDS = 60.0
@@ -45,10 +63,17 @@ copies its weights. `digest`: the copy is digested, until the version can be fet
 engine. `stage`: the engine fetches and digests the weights. `notice`: the staged weights wait until the engine is
 between two steps. `install`: the engine launches the copy over its live weights. `under_way`: the steps that were
 launched before end. `first_step`: the copy runs, and the first step with the new weights."""
+PROMPT = 16
+LONGEST = 512
+"""The length of a sequence in tokens, including its prompt."""
+PROOF_SECONDS = 300.0
+_POLL_SECONDS = 0.0001
+_WARM_TOKENS = 32
+"""How many tokens each sequence has before the first delivery, so that kernels are loaded and graphs captured."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One measurement: a transport, and what it sends. It is one line of the printed table."""
+    """One measurement: a transport, and what it sends."""
 
     transport: str
     send: Kind
@@ -102,7 +127,7 @@ class _Delivered(NamedTuple):
     published: Published
     taken: list[Taken]
     copy_seconds: float
-    """The time of a plain copy of as many bytes as were sent, measured just after the delivery."""
+    """The time of a plain copy of as many bytes as were sent."""
     socket_seconds: float
     """The time to pass as many bytes through a bare loopback socket; 0 for transports other than tcp."""
 
@@ -135,7 +160,7 @@ def _kind(
         engines = []
         for number in range(options.engines):
             first = msgspec.structs.replace(begun, name=f"engine-{number}")
-            engine = Side("headrace.bench.delivery_engine", first, _environment(number + 1))
+            engine = Side("headrace.bench.delivery", first, _environment(number + 1))
             engines.append(stack.enter_context(contextlib.closing(engine)))
         for engine in engines:
             engine.answer(Ready)
@@ -159,7 +184,7 @@ def _deliver(publisher: PublisherProcess, engines: list[Side], order: Publish, d
         if each.refused:
             raise DeliveryError(f"version {order.version} was not accepted by engine-{number}: {each.refused}")
     # Compared right after each version, so that other work on the machine slows both down alike.
-    wire = _wire_bytes(published.manifest)
+    wire = packed_bytes(published.manifest.payload or published.manifest.entries)
     bare = socket_seconds(wire) if order.transport == "tcp" else 0.0
     return _Delivered(published, taken, copy_seconds(wire, device, repeats=1), bare)
 
@@ -176,7 +201,7 @@ def _figures(row: Row, delivered: list[_Delivered], *, decodes: bool) -> dict[st
     def since_publish(name: str) -> float:
         return median(lambda one: max(getattr(taken, name) for taken in one.taken) - one.published.began)
 
-    wire = median(lambda one: _wire_bytes(one.published.manifest))
+    wire = median(lambda one: packed_bytes(one.published.manifest.payload or one.published.manifest.entries))
     whole = sum(entry.nbytes for entry in delivered[0].published.manifest.entries)
     seconds, fetch = since_publish("proved_at"), slowest("fetch_seconds")
     copy = median(lambda one: one.copy_seconds)
@@ -224,14 +249,198 @@ def _legs(published: Published, taken: Taken) -> dict[str, float]:
     return {name: end - start for name, start, end in zip(LEGS, moments, moments[1:], strict=False)}
 
 
-def _wire_bytes(manifest: Manifest) -> int:
-    """Return the number of bytes at the location that the manifest names, including gaps between tensors."""
-    return max(entry.offset + entry.nbytes for entry in manifest.payload or manifest.entries)
-
-
 def _environment(number: int) -> dict[str, str]:
     """Return the environment variables that let several processes use NCCL on one GPU.
 
     NCCL accepts that only if it believes that the processes are on different hosts. Then it needs a network interface.
     """
     return {"NCCL_HOSTID": f"bench-{number}", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+# ---- the process of an engine
+
+
+class Taken(msgspec.Struct, kw_only=True):
+    """The answer to a manifest: whether the version was proved, and how long each part took.
+
+    Fields that end in `_at` are times of the monotonic clock, which all processes of a host share.
+    """
+
+    refused: str = ""
+    """Why the version was not accepted."""
+    fetch_seconds: float = 0.0
+    stage_seconds: float = 0.0
+    """The time to fetch and check the version."""
+    swap_seconds: float = 0.0
+    """The time of the copy over the live weights and of their digest. For a decoding engine: the time by which the swap
+    delayed its steps."""
+    proved_at: float = 0.0
+    """When the version was proved. For an engine that only holds weights, the canary is not included."""
+    canary_seconds: float = 0.0
+    """The time to score the canary; 0 for a decoding engine, which scores it beside its steps."""
+    received_at: float = 0.0
+    staged_at: float = 0.0
+    install_began_at: float = 0.0
+    installed_at: float = 0.0
+    """When the copy was launched. It runs after the steps that were launched before it."""
+    last_token_at: float = 0.0
+    """When the host got the last token of the old version; at least `installed_at`."""
+    first_token_at: float = 0.0
+    step_seconds: float = 0.0
+    """The mean time of a decode step since the delivery before."""
+
+
+def _hold(line: Connection, begun: Begin) -> None:
+    """Take versions as an engine that only holds weights. The plain model scores the canary."""
+    model, adapter, base = load_served(begun)
+    weights = adapter.weights() if adapter else named_weights(model)
+    receiver = Receiver(weights, begun.name, installed=adapter.apply if adapter else None, base_digest=base)
+    twin = plain_twin(model)
+    line.send(Ready())
+    with contextlib.closing(receiver):
+        while True:
+            staged = receiver.stage(line.receive(Manifest))
+            began = time.monotonic()
+            with torch.no_grad():
+                installed = receiver.install(staged)
+            while not installed.ready():
+                _check_time(staged.manifest, began)
+                time.sleep(_POLL_SECONDS)
+            proved_at = time.monotonic()
+            logprobs = score_canary(twin, staged.manifest.canary.token_ids)
+            canary = time.monotonic() - proved_at
+            line.send(
+                Taken(
+                    refused=receiver.prove(installed, logprobs).reason,
+                    fetch_seconds=staged.fetch_seconds,
+                    stage_seconds=staged.seconds,
+                    swap_seconds=proved_at - began,
+                    proved_at=proved_at,
+                    canary_seconds=canary,
+                )
+            )
+
+
+class _TimedCore(EngineCore):
+    """An engine core that notes in `taken` when each part of the last delivery happened."""
+
+    taken = Taken()
+
+    def stage(self, manifest: Manifest) -> Staged:
+        self.taken = Taken()
+        staged = super().stage(manifest)
+        self.taken.fetch_seconds, self.taken.stage_seconds = staged.fetch_seconds, staged.seconds
+        self.taken.staged_at = time.monotonic()
+        return staged
+
+    def install(self, staged: Staged) -> None:
+        timings = self.timings
+        self.taken.step_seconds = (timings.device_seconds or timings.host_seconds) / max(1, timings.steps)
+        timings.reset()
+        self.taken.install_began_at = time.monotonic()
+        super().install(staged)
+        self.taken.installed_at = self.taken.last_token_at = time.monotonic()
+
+    def step(self) -> list[Delta]:
+        known = self._generated
+        deltas = super().step()
+        if self._generated > known and self.drawn_version < self._live:
+            self.taken.last_token_at = time.monotonic()
+        return deltas
+
+    def proof(self, *, wait: bool) -> Proof | None:
+        if (proof := super().proof(wait=wait)) is not None:
+            self.taken.proved_at = time.monotonic()
+        return proof
+
+
+class _DecodingEngine:
+    """An engine that decodes a full batch all the time, driven by the loop that drives an engine in a run."""
+
+    def __init__(self, begun: Begin) -> None:
+        model, adapter, base = load_served(begun)
+        rows = begun.options.decode
+        positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", LONGEST))
+        self._longest = min(LONGEST, positions)
+        # Layers are compiled, as in a run. Compiled steps are shorter, and new weights wait for a step to end.
+        config = EngineConfig(kv="keep", slots=rows, cache_tokens=(rows + 1) * (self._longest + 64))
+        self._core = _TimedCore(
+            model, config, name=begun.name, max_length=self._longest, version=0, adapter=adapter, base_digest=base
+        )
+        self._draw = np.random.default_rng(begun.options.seed)
+        self._vocabulary = vocabulary_of(model)
+        self._submitted = 0
+        self._core.submit(self._requests(rows))
+        while self._core.counters().generated_tokens < rows * _WARM_TOKENS:
+            self._replace(self._core.step())
+        self.loop = EngineLoop(self._core, self._replace)
+
+    def take(self, manifest: Manifest, received_at: float) -> Taken:
+        """Load a version while the engine decodes. Return once it is proved and a token was drawn under it."""
+        proof = self.loop.load(manifest).result(PROOF_SECONDS)
+        while proof.accepted and self._core.drawn_version < manifest.version:
+            _check_time(manifest, received_at)
+            time.sleep(_POLL_SECONDS)
+        taken = self._core.taken
+        taken.refused, taken.received_at, taken.first_token_at = proof.reason, received_at, self._core.drawn_at
+        # Without a GPU there is no gap between launches: decoding waits for the whole call of `install`.
+        taken.swap_seconds = self._core.timings.longest_gap_seconds or taken.installed_at - taken.install_began_at
+        return taken
+
+    def _replace(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            if delta.finish == "failed":
+                raise HeadraceError(f"the engine failed: {delta.error}")
+            if delta.finish == "length":
+                self._core.submit(self._requests(1))
+
+    def _requests(self, count: int) -> list[Request]:
+        first, self._submitted = self._submitted, self._submitted + count
+        return [
+            Request(
+                id=f"row-{number}",
+                token_ids=self._draw.integers(0, self._vocabulary, PROMPT).astype(np.int32),
+                sampling=Sampling(max_tokens=self._longest - PROMPT, seed=number),
+            )
+            for number in range(first, self._submitted)
+        ]
+
+
+def _decode(line: Connection, begun: Begin) -> None:
+    """Take versions as an engine that decodes. Versions are received beside the thread that makes the steps."""
+    engine = _DecodingEngine(begun)
+    # The process of a real engine does the same, once everything is loaded.
+    give_way_to_decoding()
+    line.send(Ready())
+
+    def receive() -> None:
+        try:
+            while True:
+                manifest = line.receive(Manifest)
+                line.send(engine.take(manifest, time.monotonic()))
+        except EOFError:
+            return
+        finally:
+            engine.loop.stop()
+
+    threading.Thread(target=receive, name="versions", daemon=True).start()
+    engine.loop.run()
+
+
+def _check_time(manifest: Manifest, began: float) -> None:
+    if time.monotonic() - began > PROOF_SECONDS:
+        raise DeliveryError(f"version {manifest.version} was not proved within {PROOF_SECONDS:g} s")
+
+
+def serve(line: Connection) -> None:
+    """Load the model, and take versions until the connection is closed."""
+    begun = line.receive(Begin)
+    torch.set_num_threads(begun.options.threads)
+    try:
+        (_decode if begun.options.decode else _hold)(line, begun)
+    except EOFError:
+        return
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

@@ -1,11 +1,8 @@
 """The child processes of a benchmark that delivers weights: how to talk to one, and the one that publishes.
 
 A child gets messages of the channel's codec over a pair of sockets. It ends when the connection is closed, so it never
-outlives the benchmark. The publisher takes the place of a trainer: as in a run, the work of publishing takes no time
-from the engine's process.
+outlives the benchmark.
 """
-
-from __future__ import annotations
 
 import gc
 import os
@@ -17,7 +14,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from functools import partial
+from contextlib import suppress
 from multiprocessing import connection as pipes
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,12 +24,10 @@ import torch
 
 from headrace.bench.base import Weights, load, vocabulary_of
 from headrace.bench.engine_checks import plain_twin, score_canary
-from headrace.bench.options import DeliveryBench
-from headrace.bench.timing import REPEATS, median_seconds
+from headrace.bench.options import REPEATS, DeliveryBench, median_seconds
 from headrace.channel.codec import decode, encode
 from headrace.config.schema import LoraConfig
-from headrace.delivery.base import Kind, Manifest
-from headrace.delivery.canary import Score, canary_sequence
+from headrace.delivery.base import Kind, Manifest, canary_sequence
 from headrace.delivery.copying import copy_all
 from headrace.delivery.digest import digest
 from headrace.delivery.publisher import Publisher
@@ -45,8 +40,6 @@ from headrace.types import Float32Array, Int32Array
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-IDLE_SECONDS = 3600.0
-"""How long a child waits for its next message."""
 ANSWER_SECONDS = 600.0
 CLOSE_SECONDS = 30.0
 _END_SECONDS = 5.0
@@ -56,7 +49,6 @@ WITHIN_SECONDS = 0.02
 """If engines decode, each publish is delayed by a random time of at most this many seconds, which is several steps of a
 GPU. Otherwise a version would be published as soon as the engine has answered, always at the same point of a step."""
 RANK = 16
-"""The rank of the adapter that is sent."""
 _ADAPTER_SPREAD = 0.02
 """The standard deviation of an adapter's random entries."""
 _CHANGE = 0.2
@@ -64,10 +56,9 @@ _CHANGE = 0.2
 
 
 class Ready(msgspec.Struct, kw_only=True):
-    """The answer of a child that has done what its first message asked for."""
+    """The answer to a child's first message. The publisher gives the size of a set and the figures of its digest."""
 
     proof: dict[str, float] = {}
-    """Of the publisher: the size of a set, and the figures of `proof_seconds`; empty with `distinct`."""
 
 
 class Connection:
@@ -84,11 +75,8 @@ class Connection:
         for frame in frames:
             self._connection.send_bytes(frame)
 
-    def receive(self, kind: type[T], deadline: float = IDLE_SECONDS) -> T:
-        """Return the next message, which must be of this kind.
-
-        Raises `EOFError` once the other end is closed, and `HeadraceError` after `deadline` seconds.
-        """
+    def receive(self, kind: type[T], deadline: float | None = None) -> T:
+        """Return the next message, which must be of this kind. Raises `EOFError` once the other end is closed."""
         if not self._connection.poll(deadline):
             raise HeadraceError(f"a process of the benchmark did not answer within {deadline:g} s")
         count = int.from_bytes(self._connection.recv_bytes(), "little")
@@ -98,22 +86,17 @@ class Connection:
 class Side:
     """A child process `python -m MODULE DESCRIPTOR`, and our end of the connection to it."""
 
-    def __init__(self, module: str, first: msgspec.Struct, environment: Mapping[str, str] | None = None) -> None:
-        """Start the child, and send it its first message. Call `answer` with `Ready` to wait for it.
-
-        The child gets the environment of this process and the variables of `environment`.
-        """
+    def __init__(self, module: str, first: msgspec.Struct, environment: Mapping[str, str] = {}) -> None:
+        """Start the child, and send it its first message. Call `answer` with `Ready` to wait for it."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", module, str(theirs.fileno())]
         with theirs:
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env={**os.environ, **(environment or {})}
-            )
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env={**os.environ, **environment})
         self._line = Connection(ours.detach())
         self.tell(first)
 
     def tell(self, message: msgspec.Struct) -> None:
-        """Send a message. Call `answer` later to get its answer."""
+        """Send a message, which `answer` waits for."""
         try:
             self._line.send(message)
         except OSError as error:
@@ -136,10 +119,9 @@ class Side:
             self._process.wait()
 
     def _ended(self) -> HeadraceError:
-        try:
-            code: int | None = self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            code = None
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        code = self._process.returncode
         return HeadraceError(f"a process of the benchmark ended early (exit code {code}): it says why above")
 
 
@@ -149,13 +131,13 @@ class Begin(msgspec.Struct, kw_only=True):
     options: DeliveryBench
     kind: Kind = "full"
     name: str = ""
-    """The name of an engine. The publisher has no name."""
+    """The name of an engine."""
     directory: str = ""
     """The directory of the `file` transport."""
     random_weights: bool = False
     distinct: bool = False
-    """Whether the log-probabilities must show which set an engine has. Then all weights of the two sets differ, and by
-    much more than one bit, and no plain copies are timed."""
+    """Whether the log-probabilities must show which set an engine has. Then all weights of the two sets differ by much
+    more than one bit, and no plain copies are timed."""
 
 
 class Publish(msgspec.Struct, kw_only=True):
@@ -181,9 +163,9 @@ class Published(msgspec.Struct, kw_only=True):
 
 
 class PublisherProcess(Side):
-    """The benchmark's handle to the process that publishes. Only one thread at a time may use it."""
+    """The process that publishes, in the place of a trainer. Only one thread at a time may use it."""
 
-    def __init__(self, begin: Begin, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, begin: Begin, environment: Mapping[str, str] = {}) -> None:
         super().__init__("headrace.bench.delivery_sides", begin, environment)
         self.proof = self.answer(Ready).proof
 
@@ -194,10 +176,7 @@ class PublisherProcess(Side):
 
 
 def load_served(begin: Begin) -> tuple[Any, Adapter | None, int | None]:
-    """Return the model, the adapter that is attached to it (merged, as an engine serves it), and the digest under it.
-
-    Without an adapter, the last two are None.
-    """
+    """Return the model, the adapter that is merged into it, if one is sent, and the digest of the weights under it."""
     options = begin.options
     model = load(options.model, options.dtype, options.device, options.seed, random_weights=begin.random_weights)
     if begin.kind != "adapter":
@@ -218,9 +197,9 @@ def flip_words(tensor: torch.Tensor, share: float, draw: torch.Generator) -> tor
 
 @torch.inference_mode()
 def two_sets(live: Weights, seed: int, share: float | None = None) -> tuple[Weights, Weights]:
-    """Return a copy of these weights, and a changed set. They are the same in every process.
+    """Return a copy of these weights, and a set in which the last bit of this share of words differs.
 
-    With a share, the last bit of this share of words differs. Without, all weights differ, and by much more.
+    Without a share, all weights differ, and by much more. The sets are the same in every process.
     """
     draw = torch.Generator(next(iter(live.values())).device).manual_seed(seed)
 
@@ -236,8 +215,8 @@ def two_sets(live: Weights, seed: int, share: float | None = None) -> tuple[Weig
 
 
 @torch.inference_mode()
-def make_sets(begin: Begin) -> tuple[tuple[Weights, Weights], list[Score], Int32Array, int]:
-    """Return two sets of what a trainer of this model would send, and the function that scores the canary for each.
+def make_sets(begin: Begin) -> tuple[tuple[Weights, Weights], list[Float32Array], Int32Array, int]:
+    """Return two sets of what a trainer of this model would send, and the log-probabilities of the canary under each.
 
     Return with them the canary, and the digest of the weights under an adapter (0 without one).
     """
@@ -252,31 +231,24 @@ def make_sets(begin: Begin) -> tuple[tuple[Weights, Weights], list[Score], Int32
     rounded = {name: tensor.to(getattr(torch, options.dtype)) for name, tensor in live.items()}
     sets = two_sets(rounded, options.seed, None if adapter or begin.distinct else options.changed)
     twin, canary = plain_twin(model), canary_sequence(vocabulary_of(model), CANARY_TOKENS)
-    scores: list[Score] = []
+    scores = []
     for weights in sets:
         for name, tensor in live.items():
             tensor.copy_(weights[name])
         if adapter:
             adapter.apply()
-        scores.append(partial(_known, score_canary(twin, canary)))
+        scores.append(score_canary(twin, canary))
     return sets, scores, canary, base or 0
 
 
-def _known(logprobs: Float32Array, _: Int32Array) -> Float32Array:
-    return logprobs
-
-
 def proof_seconds(weights: Weights, device: str) -> dict[str, float]:
-    """Return the seconds of a digest of these weights, of a plain copy of them, and their ratio.
-
-    Digest and copy use the same number of threads. On a CPU a delivery takes its digests with more threads, so
-    `all_cores_digest_seconds` is measured too.
-    """
+    """Return the seconds of a digest of these weights, of a plain copy with as many threads, and their ratio."""
     targets = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     works: dict[str, Callable[[], object]] = {"copy_seconds": lambda: copy_all(targets, weights, threads=1)}
     if device == "cpu":
         alike = torch.get_num_threads()
         works["digest_seconds"] = lambda: digest(weights.items(), alike)
+        # As a delivery does it.
         works["all_cores_digest_seconds"] = lambda: digest(weights.items())
     else:
         # Imported only here, because Triton is needed only with a GPU.
@@ -303,6 +275,10 @@ def serve(line: Connection) -> None:
     targets = {name: torch.zeros_like(tensor) for name, tensor in sets[0].items()} if compare else {}
     publisher: Publisher | None = None
     last = Publish(version=-1, transport="")
+
+    def score(_: Int32Array) -> Float32Array:
+        return scores[last.version % 2]
+
     try:
         while True:
             order = line.receive(Publish)
@@ -327,7 +303,7 @@ def serve(line: Connection) -> None:
                 # The delays are the same in every run.
                 time.sleep(random.Random(version).uniform(0.0, WITHIN_SECONDS))
             began = time.monotonic()
-            future = publisher.publish(version, version - 1, version, weights, scores[version % 2])
+            future = publisher.publish(version, version - 1, version, weights, score)
             lost = time.monotonic() - began
             manifest = future.result()
             ready = time.monotonic() - began

@@ -1,17 +1,9 @@
 """`headrace bench engine`: measures how fast the embedded engine generates, and compares that with a ceiling.
 
 The ceiling is the rate at which the engine would generate if every step took only the time to read the bytes that it
-must read, at the bandwidth of a plain copy. A step must read every weight once, and for each row the keys and values of
-all tokens before it. Nothing else is counted, so an engine can come close to the ceiling but never exceed it.
-
-One call measures all that is compared: the bandwidth, the rates of the engine and of its peer, and the reference
-scores, in the same process, with the same weights and the same prompts.
-
-The tail is the last part of a round in which only the longest requests still run (`--tail`). A stretch is a part of a
-round that is measured by itself: the steps before the tail, or the tail.
+must read, at the bandwidth of a plain copy: every weight once, and for each row the keys and values of all tokens
+before it. All that is compared is measured in one process, with the same weights and the same prompts.
 """
-
-from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
@@ -31,7 +23,7 @@ from headrace.bench.engine_checks import check_tags, chosen_rows, install, plain
 from headrace.bench.engine_rounds import (
     WARM_TOKENS,
     Driver,
-    ProgressMark,
+    Progress,
     Round,
     bench_fork,
     lengths_of,
@@ -40,16 +32,14 @@ from headrace.bench.engine_rounds import (
     run_with_swaps,
     swap_figures,
 )
-from headrace.bench.options import DeliveryBench, EngineBench
-from headrace.bench.report import Say
-from headrace.bench.timing import Timed
+from headrace.bench.options import DeliveryBench, EngineBench, Say, Timed
 from headrace.config.schema import EngineConfig
 from headrace.engines.base import Request
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.setup import give_way_to_decoding
 from headrace.errors import HeadraceError, UserError
+from headrace.models.attention import check_model
 from headrace.models.loading import named_weights
-from headrace.models.selfcheck import check_model
 
 
 def bench_engine(options: EngineBench, say: Say) -> dict[str, Any]:
@@ -61,8 +51,6 @@ def bench_engine(options: EngineBench, say: Say) -> dict[str, Any]:
 
 
 class _Bench:
-    """One benchmark: its model, its engine and its work."""
-
     def __init__(self, options: EngineBench, device: str, dtype: str, say: Say) -> None:
         self._options = options
         self._device = device
@@ -85,10 +73,7 @@ class _Bench:
         self._bandwidth = copy_bandwidth(device)
 
     def run(self) -> dict[str, Any]:
-        """Measure all parts in order and return the figures.
-
-        The swaps come last for the engine, because it has other weights afterwards.
-        """
+        """Measure all parts in order and return the figures."""
         options, requests = self._options, self._requests
         tail_rows, _ = options.pair("tail")
         self._say("starting the engine")
@@ -121,6 +106,7 @@ class _Bench:
             count, at = options.pair("fork")
             self._say(f"forking a sequence {count} times at token {at}")
             found["fork"] = bench_fork(driver, requests[0], count, at, options.generate)
+        # The swaps come last for the engine, because it has other weights afterwards.
         if options.swap_every:
             found["swaps"] = self._swapped(driver, measured)
         core.close()
@@ -157,15 +143,14 @@ class _Bench:
             },
             "parameter_bytes": foot.weights,
             "kv_bytes_a_token": foot.kv_token,
-            **self._ceiling(decode_contexts(options.prompt, self._lengths), run.tokens, run.steps, run.seconds),
+            **self._ceiling(
+                decode_contexts(options.prompt, self._lengths), Progress(run.seconds, run.steps, run.tokens)
+            ),
         }
 
-    def _ceiling(self, contexts: list[tuple[int, int]], tokens: int, steps: int, seconds: float) -> dict[str, Any]:
-        """Return the ceiling of these steps, and how close they come to it.
-
-        The fraction of the ceiling is the time that the necessary reads would take at the bandwidth of a copy, divided
-        by the measured time.
-        """
+    def _ceiling(self, contexts: list[tuple[int, int]], done: Progress) -> dict[str, Any]:
+        """Return the ceiling of these steps, and how close they come to it."""
+        seconds, steps, tokens = done
         weights = self._footprint.weights_read(tokens / steps)
         kv = self._footprint.kv_read(contexts) / steps
         ideal = (weights + kv) / self._bandwidth
@@ -177,26 +162,19 @@ class _Bench:
             "fraction_of_ceiling": ideal / (seconds / steps),
         }
 
-    def _parts(self, run: Round, mark: ProgressMark, tail_rows: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the figures of the steps until only the requests of the tail were left, including the prompts.
-
-        The second result is the figures of the steps after all requests but those of the tail had ended.
-        """
+    def _parts(self, run: Round, mark: Progress, tail_rows: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the figures of the steps until only the requests of the tail were left, and of the steps after."""
         prompt = self._options.prompt
         drawn = drawn_before_tail(self._lengths, tail_rows, mark.tokens)
-        before = self._stretch(len(drawn), decode_contexts(prompt, drawn), mark.tokens, mark.steps, mark.seconds)
-        tokens, steps, seconds = run.tokens - mark.tokens, run.steps - mark.steps, run.seconds - mark.seconds
+        tail = Progress(run.seconds - mark.seconds, run.steps - mark.steps, run.tokens - mark.tokens)
         last = prompt + self._lengths[-1] - 1
-        contexts = [(last - tokens // tail_rows + 1, last)] * tail_rows
-        return before, self._stretch(tail_rows, contexts, tokens, steps, seconds)
+        contexts = [(last - tail.tokens // tail_rows + 1, last)] * tail_rows
+        before = self._stretch(len(drawn), decode_contexts(prompt, drawn), mark)
+        return before, self._stretch(tail_rows, contexts, tail)
 
-    def _stretch(
-        self, rows: int, contexts: list[tuple[int, int]], tokens: int, steps: int, seconds: float
-    ) -> dict[str, Any]:
-        """Return the figures of a part of a round, in which `rows` requests ran."""
-        found = {"rows": rows, "tokens": tokens, "steps": steps, "seconds": seconds}
-        found |= {"tokens_per_second": tokens / seconds, "step_ms": 1e3 * seconds / steps}
-        return found | self._ceiling(contexts, tokens, steps, seconds)
+    def _stretch(self, rows: int, contexts: list[tuple[int, int]], done: Progress) -> dict[str, Any]:
+        rates = {"tokens_per_second": done.tokens / done.seconds, "step_ms": 1e3 * done.seconds / done.steps}
+        return {"rows": rows, **done._asdict(), **rates, **self._ceiling(contexts, done)}
 
     def _swapped(self, driver: Driver, plain: Round) -> dict[str, Any]:
         options, requests = self._options, other_round(self._requests, 3)
@@ -241,8 +219,7 @@ class _Bench:
 def padded_generate(twin: Any, requests: list[Request], batch: int, device: str) -> float:
     """Return the seconds of Hugging Face's `generate` for the same prompts, after a short warm-up.
 
-    Each batch, in the order of the requests, is padded to its longest prompt and runs until its longest answer is
-    complete. Only tokens that were asked for count.
+    Each batch is padded to its longest prompt and runs until its longest answer is complete.
     """
 
     def generate(first: int, tokens: int) -> None:
@@ -273,10 +250,7 @@ def padded_generate(twin: Any, requests: list[Request], batch: int, device: str)
 
 
 def drawn_before_tail(lengths: list[int], tail_rows: int, tokens: int) -> list[int]:
-    """Return how many tokens each row had when only the rows of the tail were left.
-
-    `tokens` is their sum. All rows but those of the tail were complete then.
-    """
+    """Return how many of all `tokens` each row had when all rows but those of the tail were complete."""
     ended = lengths[:-tail_rows]
     return ended + [(tokens - sum(ended)) // tail_rows] * tail_rows
 
@@ -286,18 +260,15 @@ class Footprint:
     """The sizes of one model's parts in bytes."""
 
     weights: int
-    """The bytes of all parameters."""
     shared: int
     """The bytes that every step reads: all parameters except the experts, and except an input embedding that is not
     tied to the output."""
     experts: int
-    """The bytes of all experts of all layers."""
     expert_count: int
     """The number of experts in one layer."""
     experts_per_token: int
     kv_of_window: dict[int | None, int]
-    """Attention window -> the bytes of one token's keys and values in all layers with this window. The window None
-    means that a layer sees all tokens."""
+    """Attention window (None: all tokens) -> the bytes of a token's keys and values in all layers with this window."""
 
     @property
     def kv_token(self) -> int:
@@ -305,10 +276,7 @@ class Footprint:
         return sum(self.kv_of_window.values())
 
     def weights_read(self, rows: float) -> float:
-        """Return the bytes of weights that a step of this many rows reads.
-
-        Of the experts, it counts the share that at least one row chooses, if rows choose at random.
-        """
+        """Return the bytes of weights that a step of this many rows reads, if rows choose their experts at random."""
         if not self.expert_count:
             return float(self.shared)
         missed: float = (1 - self.experts_per_token / self.expert_count) ** rows

@@ -3,14 +3,7 @@
 The plain model, called the twin, has the same parameters as the engine but another code path: Hugging Face's own
 attention over one whole row at a time, without packing. Errors are measured against the same weights in float32, so
 that they are the errors of the engine alone. For comparison, the error of the twin in its own dtype is measured too.
-
-Tags are checked by replaying rows under the tagged versions. The engine keeps keys and values across swaps, so a row
-holds those of several versions. The input before a sampled token went through the weights of that token's tag. The twin
-repeats this with a cache of its own: it computes each stretch of tokens with the same tag under the weights of that
-tag.
 """
-
-from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
@@ -32,7 +25,6 @@ TAG_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
 """If a log-probability differs by more than this from that of the tagged version, the tag is wrong."""
 _ROWS = 512
 """The number of positions whose whole distributions exist at the same time."""
-
 
 Row = tuple[Request, Delta]
 """A request, and all its tokens as one delta."""
@@ -65,18 +57,14 @@ def chosen_rows(requests: Sequence[Request], answers: Sequence[Delta], share: fl
 
 
 def rescore(twin: Any, rows: list[Row]) -> dict[str, Any]:
-    """Compare the recorded log-probabilities of these rows with those of the same weights in float32.
-
-    `outside` counts the tokens that truncation (top-k, top-p) leaves out in float32, although the engine sampled them.
-    They have no log-probability in float32, so they are not among the errors.
-    """
+    """Compare the recorded log-probabilities of these rows with those of the same weights in float32."""
     exact = twin if twin.dtype == torch.float32 else copy.deepcopy(twin).float()
     expected, own = (
         np.concatenate([row_logprobs(model, request, answer.token_ids) for request, answer in rows])
         for model in (exact, twin)
     )
-    # At the edge of a truncated distribution, rounding decides whether a token is inside. Tokens outside are counted,
-    # but have no error.
+    # At the edge of a truncated distribution (top-k, top-p), rounding decides whether a token is inside. Tokens outside
+    # are counted, but have no error.
     inside = ~np.isneginf(expected)
     errors = _distances(expected, np.concatenate([answer.logprobs for _, answer in rows]), inside)
     plain = _distances(expected, own, inside & ~np.isneginf(own))
@@ -91,10 +79,9 @@ def rescore(twin: Any, rows: list[Row]) -> dict[str, Any]:
 
 
 def check_tags(twin: Any, sets: Sequence[Weights], answers: list[Delta], rows: list[Row], dtype: str) -> dict[str, Any]:
-    """Count the tokens whose tag cannot be right.
+    """Count the tokens whose tag is smaller than the tag before it, and those whose log-probability does not fit it.
 
-    In every answer, a tag must not be smaller than the tag before it. The rows in `rows` are replayed too, and their
-    log-probabilities are compared with the recorded ones.
+    The log-probabilities of these rows are replayed under the versions of their tags.
     """
     backwards = sum(int((np.diff(answer.versions) < 0).sum()) for answer in answers)
     expected, wrong = (
@@ -120,7 +107,8 @@ def check_tags(twin: Any, sets: Sequence[Weights], answers: list[Delta], rows: l
 def replay(twin: Any, sets: Sequence[Weights], request: Request, answer: Delta, off_by: int = 0) -> Float32Array:
     """Return the log-probabilities of an answer whose inputs go through the weights of their tags.
 
-    Keys and values of older versions are kept, as in the engine. `off_by` is added to every tag.
+    The engine keeps keys and values across swaps, so a row holds those of several versions. The twin repeats this with
+    a cache of its own. `off_by` is added to every tag.
     """
     prompt = request.token_ids
     ids = torch.from_numpy(np.concatenate([prompt, answer.token_ids]).astype(np.int64)).to(twin.device)

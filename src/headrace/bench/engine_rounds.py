@@ -1,14 +1,9 @@
 """Rounds of requests to an `EngineCore`, timed from the submit to the last token. Prompts are included.
 
-The same options always give the same requests. Every request must end with all of its tokens. If one does not, the
-benchmark fails instead of showing a lower figure.
-
-A round with swaps gets new versions at a fixed interval. Versions are published in a process of their own, and staged,
-swapped in between two steps and proved by the loop that drives an engine in a run. Two sets of weights take turns. They
-differ so much that a token tagged with the wrong version is found by its log-probability.
+Every request must end with all of its tokens, or the benchmark fails. A round with swaps gets new versions at a fixed
+interval, through the loop that drives an engine in a run. Two sets of weights take turns. They differ so much that a
+token tagged with the wrong version is found by its log-probability.
 """
-
-from __future__ import annotations
 
 import threading
 import time
@@ -74,8 +69,7 @@ def lengths_of(requests: Sequence[Request]) -> list[int]:
 def other_round(requests: Sequence[Request], roll: int, longest: int | None = None) -> list[Request]:
     """Return the same round with other prompts, so that no cache holds a prefix of them.
 
-    With `longest`, answers are scaled so that none is longer. They end in the same order, so that the round goes
-    through the same batch sizes.
+    With `longest`, answers are scaled so that none is longer, and the round goes through the same batch sizes.
     """
     scale = min(1.0, longest / max(lengths_of(requests))) if longest else 1.0
     return [
@@ -96,9 +90,8 @@ def other_round(requests: Sequence[Request], roll: int, longest: int | None = No
     ]
 
 
-@dataclass
-class ProgressMark:
-    """How far a round has come at one moment."""
+class Progress(NamedTuple):
+    """How far a round has come at one moment, or from one moment to another."""
 
     seconds: float
     steps: int
@@ -107,10 +100,9 @@ class ProgressMark:
 
 @dataclass
 class Round:
-    """The measurements of one round of requests."""
+    """The measurements of one round of requests. The answers are in the order of the requests."""
 
     answers: list[Delta] = field(default_factory=list)
-    """The answers, in the order of the requests."""
     seconds: float = 0.0
     steps: int = 0
     decode_steps: int = 0
@@ -120,10 +112,10 @@ class Round:
     device_seconds: float = 0.0
     prefilled: int = 0
     preemptions: int = 0
-    full_until: ProgressMark | None = None
+    full_until: Progress | None = None
     """The moment from which no request waited for a slot any more."""
-    tail_from: ProgressMark | None = None
-    """The moment from which only the requests of the tail were left; None if the round has no tail."""
+    tail_from: Progress | None = None
+    """The moment from which only the requests of the tail were left."""
 
     @property
     def tokens(self) -> int:
@@ -142,10 +134,7 @@ class Driver:
         self._alive = 0.0
 
     def run(self, requests: Sequence[Request], *, tail_rows: int = 0) -> Round:
-        """Submit all requests, and run steps until every request has ended.
-
-        The tail begins when at most `tail_rows` requests are left.
-        """
+        """Submit all requests, and run steps until every request has ended."""
         timings = self.core.timings
         timings.reset()
         before = stats = self.core.counters()
@@ -159,7 +148,7 @@ class Driver:
             if stats.prefilled_tokens == prefilled:
                 run.decode_steps += timings.steps - steps
                 run.decode_seconds += now - then
-            mark = ProgressMark(now - started, timings.steps, stats.generated_tokens - before.generated_tokens)
+            mark = Progress(now - started, timings.steps, stats.generated_tokens - before.generated_tokens)
             if run.full_until is None and not stats.waiting:
                 run.full_until = mark
             if tail_rows and run.tail_from is None and len(self.open) <= tail_rows:
@@ -172,7 +161,7 @@ class Driver:
         return run
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Submit these requests to the engine."""
+        """Submit these requests."""
         self.open.update(request.id for request in requests)
         self._deltas |= {request.id: [] for request in requests}
         self._alive = time.perf_counter()
@@ -211,10 +200,9 @@ class Driver:
 
 
 def bench_fork(driver: Driver, like: Request, count: int, at: int, length: int) -> dict[str, Any]:
-    """Fork a running sequence `count` times after its first `at` tokens. Each fork samples `length` tokens.
+    """Fork a running sequence, the pivot, `count` times after its first `at` tokens. Each fork samples `length` tokens.
 
-    The running sequence is called the pivot. Each fork must have exactly the tokens that a fresh request with the same
-    prefix and seed gets.
+    Each fork must have exactly the tokens that a fresh request with the same prefix and seed gets.
     """
     core = driver.core
     # The pivot samples as many more tokens as its forks, so that all end together.
@@ -253,7 +241,7 @@ class Swap(NamedTuple):
     """The measurements of one swap."""
 
     at: float
-    """When the weights were staged, and so could be installed after the current step."""
+    """When the weights were staged."""
     stall_seconds: float
     """How long decoding stood still. On a GPU: the longest gap between two launches of steps, from the beginning of
     staging until the weights were proved. The copy of the weights is part of that gap."""
@@ -346,10 +334,9 @@ def _check(proof: Proof) -> None:
 
 
 def swap_figures(swaps: list[Swap], run: Round, plain: Round, *, copy_seconds: float) -> dict[str, Any]:
-    """Return the figures of a round with swaps, compared with a round without.
+    """Return the figures of a round with swaps, compared with the round `plain` without.
 
-    `plain_rate` and `step_seconds` are those of the round without swaps. `copy_seconds` is the time of a copy of all
-    weights at the bandwidth of the device.
+    `copy_seconds` is the time of a copy of all weights at the bandwidth of the device.
     """
     stalls = [swap.stall_seconds for swap in swaps]
     # A swap may take as long as its copy at 70% of the bandwidth, and the step that it waits for.

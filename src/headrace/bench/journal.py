@@ -1,16 +1,12 @@
 """`headrace bench journal`: measures what the journal costs a run, and how long it takes to use a large one.
 
-The cost is measured in one real run, in which the journal is switched off for some versions. Versions are divided into
-blocks, and the blocks into pairs: the journal is off in one block of a pair and on in the other. Off means that events
-stay in memory: no row, no token and no partial answer is written. They are written after the block, in versions that
-are not counted. So the journal of the run is complete at the end, and its ledgers balance.
+The cost is measured in one real run. Versions are divided into blocks, and the blocks into pairs: the journal is off in
+one block of a pair and on in the other. Off means that events stay in memory. They are written after the block, in
+versions that are not counted, so the journal is complete at the end, and its ledgers balance.
 
-With `--rollouts`, a journal of many rollouts is written instead, with the real writer, and opened, resumed and queried.
-It looks like that of an ordinary run that was killed. It holds steps of one batch each, versions, deliveries, activity
-of processes, and groups that were complete, being sampled, or just begun when the run died.
+With `--rollouts`, the journal of a run that was killed after many rollouts is written instead, with the real writer,
+and opened, resumed and queried.
 """
-
-from __future__ import annotations
 
 import math
 import statistics
@@ -23,9 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace.bench.options import JournalBench
-from headrace.bench.report import Say
-from headrace.bench.timing import Timed
+from headrace.bench.options import JournalBench, Say, Timed
 from headrace.bench.workload import tiny_config, write_model
 from headrace.buffer.journal import Event, Journal, open_readonly
 from headrace.config import Config, make_config
@@ -41,8 +35,8 @@ from headrace.types import NO_VERSION, Group, Prompt, Rollout, Trace, Version
 WARM_VERSIONS = 4
 """The number of first versions that are not counted."""
 SETTLE_VERSIONS = 2
-"""The number of versions before every block that are not counted. In these versions, events that were kept in memory or
-are still queued are written."""
+"""The number of versions before every block that are not counted. In these versions, events of the block before are
+written."""
 DEPTH = 2
 PROMPT, ANSWER = 16, 32
 STUDENT_T = (
@@ -56,8 +50,7 @@ GROUP_SIZE, GROUPS = 8, 16
 PROMPT_TOKENS, ANSWER_TOKENS = 16, 48
 PROMPTS = 4096
 LEFT_GROUPS = 2 * GROUPS
-"""The number of groups in flight when the run died: half of them complete, a quarter being sampled, a quarter just
-begun."""
+"""The groups in flight when the run died: half of them complete, a quarter being sampled, a quarter just begun."""
 STEPS_AFTER_CHECKPOINT = 10
 SHOWN = 20
 WHERE = "reward >= 1 AND newest_version > oldest_version"
@@ -86,10 +79,7 @@ def plan_blocks(pairs: int, versions: int) -> list[Block]:
 
 
 class BlockJournal(Journal):
-    """A journal that is off in some blocks, and records when each step ended.
-
-    While the journal is off, events are kept in memory. An event whose result somebody waits for is never kept.
-    """
+    """A journal that is off in some blocks, and records when each step ended."""
 
     def __init__(self, path: Path, blocks: Sequence[Block], *, keep_rollouts: bool = True) -> None:
         self._held: list[Event] | None = None
@@ -98,14 +88,14 @@ class BlockJournal(Journal):
         super().__init__(path, keep_rollouts=keep_rollouts)
 
     def put(self, event: Event, done: Future[Any] | None = None) -> None:
-        """Queue an event, or keep it in memory."""
+        """Queue an event, or keep it in memory if the journal is off and nobody waits for the event's result."""
         if self._held is None or done is not None:
             super().put(event, done)
         else:
             self._held.append(event)
 
     def let_go(self) -> None:
-        """Write the kept events in order, and keep no new ones. Call this in the thread that calls `put`."""
+        """Write the kept events, and keep no new ones. Call this in the thread that calls `put`."""
         held, self._held = self._held or [], None
         for event in held:
             super().put(event)
@@ -144,7 +134,7 @@ def bench_journal(options: JournalBench, say: Say) -> dict[str, Any]:
 
 
 def bench_overhead(directory: Path, pairs: int, versions: int, say: Say) -> dict[str, Any]:
-    """Make one run with this many pairs of blocks, of `versions` versions each, and return the figures."""
+    """Make one run with these blocks, and return the figures."""
     blocks = plan_blocks(pairs, versions)
     total = blocks[-1].last + DEPTH + 1  # beside the last versions nothing is generated
     made: list[BlockJournal] = []
@@ -169,10 +159,7 @@ def bench_overhead(directory: Path, pairs: int, versions: int, say: Say) -> dict
 
 
 def interval(off: Sequence[float], on: Sequence[float]) -> dict[str, float]:
-    """Return the mean relative loss of the pairs, and the ends of its confidence interval by Student's t.
-
-    `within_limit` says whether the upper end is at most `LIMIT`.
-    """
+    """Return the mean relative loss of the pairs, and the ends of its confidence interval by Student's t."""
     losses = [1 - with_it / without for without, with_it in zip(off, on, strict=True)]
     mean = statistics.fmean(losses)
     half = STUDENT_T[min(len(losses) - 1, len(STUDENT_T)) - 1] * statistics.stdev(losses) / math.sqrt(len(losses))
@@ -220,10 +207,7 @@ def bench_size(directory: Path, rollouts: int, say: Say) -> dict[str, Any]:
 
 
 def write_run(path: Path, rollouts: int) -> int:
-    """Write the journal of a run that died after it had trained this many rollouts, and return its number of steps.
-
-    The number of rollouts is rounded down to whole batches.
-    """
+    """Write the journal of a run that died after this many trained rollouts (whole batches). Return its steps."""
     steps = max(1, rollouts // (GROUPS * GROUP_SIZE))
     with Journal(path) as journal:
         journal.meta("name", "many rollouts")
@@ -288,7 +272,6 @@ def _train(journal: Journal, step: int, groups: range) -> None:
 
 
 def _config() -> Config:
-    """Return the configuration with which the batches of these steps are made."""
     return make_config(
         {
             "model": {"path": "-"},

@@ -1,21 +1,15 @@
 """`headrace bench loop`: compares synchronous and asynchronous runs of one workload.
 
-Every run is real: engine and trainer are processes of their own, and weights are delivered and proved at every version.
-Rates count *consumed* tokens, which are those that reached a loss.
+Every run is real. Rates count *consumed* tokens, which are those that reached a loss.
 
-Without a model, a tiny one is measured. Every process has one compute thread, and rates are over the whole time of
-training. This includes the beginning, when the buffer fills, and the end, when it empties. The workload is first
-balanced, so that generating and training a version take about the same time, because asynchrony can gain most there.
-The figures say how close the balance was. With `--long-tail`, answers have very different lengths. Synchronous and
-asynchronous runs take turns, so that other work on the machine slows both down alike.
+Without a model, a tiny one is measured. Rates are over the whole time of training, including the beginning, when the
+buffer fills, and the end, when it empties. The workload is first balanced, so that generating and training a version
+take about the same time, because asynchrony can gain most there. With `--long-tail`, answers have very different
+lengths. Synchronous and asynchronous runs take turns, so that other work on the machine slows both down alike.
 
-With a model, engine and trainer are on one device. The rate of generation alone is measured with the same answer
-lengths and the same number of answers in flight. The rate of training alone is taken from the time inside optimizer
-steps, in the run whose steps were faster. If generation and training never overlap, no schedule can consume more than
-1 / (1/generation + 1/training) tokens per second. The asynchronous run is compared with this bound.
+With a model, engine and trainer are on one device. If generation and training never overlap, no schedule can consume
+more than 1 / (1/generation + 1/training) tokens per second. The asynchronous run is compared with this bound.
 """
-
-from __future__ import annotations
 
 import json
 import subprocess
@@ -29,18 +23,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.bench.options import LoopBench
-from headrace.bench.report import Say
-from headrace.bench.workload import (
-    WARM_VERSIONS,
-    longest_of,
-    make_lengths,
-    measure_run,
-    run_config,
-    tiny_config,
-    write_model,
-    write_tokenizer,
-)
+from headrace.bench import workload
+from headrace.bench.options import LoopBench, Say
 from headrace.buffer.reader import open_readonly
 from headrace.errors import HeadraceError, UserError
 from headrace.observe.progress import NoProgress
@@ -55,11 +39,10 @@ BALANCE = 1.08
 TAIL_PROMPT, TAIL_LONGEST = 8, 400
 TAIL_GROUPS, TAIL_GROUP_SIZE = 16, 2
 DEPTHS = (0, 2)
-LEAST_TAIL_VERSIONS = WARM_VERSIONS + max(DEPTHS) + 1
+LEAST_TAIL_VERSIONS = workload.WARM_VERSIONS + max(DEPTHS) + 1
 ALONE_SECONDS = 600.0
 ROUNDS = 4
-"""For generation alone: the number of requests, as a multiple of the answers in flight. The rate is measured until the
-last request has a slot."""
+"""For generation alone: the number of requests, as a multiple of the answers in flight."""
 MEAN_OF = 100_000
 """The number of lengths that are drawn to estimate the mean length of an answer."""
 _SAMPLE_SECONDS = 0.25
@@ -72,7 +55,7 @@ def bench_loop(options: LoopBench, say: Say) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         if options.model:
             return _model(Path(scratch), options, say)
-        write_model(Path(scratch) / "model")
+        workload.write_model(Path(scratch) / "model")
         if options.long_tail:
             return _long_tail(Path(scratch), options.versions or TAIL_VERSIONS, options.rounds, say)
         return _tiny(Path(scratch), options.versions or VERSIONS, say)
@@ -82,7 +65,7 @@ def _tiny(directory: Path, versions: int, say: Say) -> dict[str, Any]:
     def measure(name: str, prompt: int, versions: int, depth: int, threads: int) -> dict[str, Any]:
         say(f"{name}: {versions} versions, prompts of {prompt} tokens, depth {depth}, {threads} thread(s) a process")
         given = {"prompt": prompt, "answer": ANSWER, "versions": versions, "depth": depth, "threads": threads}
-        summary = start_run(tiny_config(directory, name, **given), NoProgress()).summary
+        summary = start_run(workload.tiny_config(directory, name, **given), NoProgress()).summary
         seconds = summary["train_seconds"]
         names = ("tokens_per_second", "tokens_trained", "trainer_idle_fraction", "engine_idle_fraction", "lag_mean")
         return {name: summary[name] for name in (*names, "lag_max")} | {
@@ -119,9 +102,8 @@ def next_prompt(points: list[tuple[int, float, float]]) -> int:
     """Return the prompt length to try next, from the length, generation time and training time of each try.
 
     Generation computes a prompt once for each group, and training once for each answer. So a longer prompt gives the
-    trainer more work than the engine, and both times are close to linear in its length. The excess of a try is its
-    training time minus `BALANCE` times its generation time. The next length is where the line through the last two
-    excesses crosses zero. After the first try, it is a proportional guess.
+    trainer more work than the engine, and both times are close to linear in its length. The next length is where the
+    line through the last two excesses of training time crosses zero. After the first try, it is a proportional guess.
     """
     excess = [(prompt, training - BALANCE * generation) for prompt, generation, training in points]
     if len(excess) == 1:
@@ -138,7 +120,7 @@ def _long_tail(directory: Path, versions: int, rounds: int, say: Say) -> dict[st
     runs: dict[int, list[dict[str, Any]]] = {depth: [] for depth in DEPTHS}
     for number in range(rounds):
         for depth in DEPTHS if number % 2 == 0 else reversed(DEPTHS):
-            config = run_config(
+            config = workload.run_config(
                 directory,
                 f"depth-{depth}-{number}",
                 versions=versions,
@@ -150,7 +132,7 @@ def _long_tail(directory: Path, versions: int, rounds: int, say: Say) -> dict[st
                 engine={"slots": (max(DEPTHS) + 1) * TAIL_GROUPS * TAIL_GROUP_SIZE, "device": "cpu"},
                 training={"device": "cpu"},
             )
-            found, _ = measure_run(config, depth, WARM_VERSIONS)
+            found, _ = workload.measure_run(config, depth, workload.WARM_VERSIONS)
             runs[depth].append(found)
             say(f"depth {depth}: {found['tokens_per_second']:.0f} tokens/s over {found['seconds']:.1f} s")
     slow, fast = (
@@ -182,17 +164,17 @@ def _model(directory: Path, options: LoopBench, say: Say) -> dict[str, Any]:
         model = directory / "model"
         load(options.model, dtype, device, options.seed).save_pretrained(model)
         free_memory(device)
-        write_tokenizer(model)
+        workload.write_tokenizer(model)
     elif not any(model.glob("*.safetensors")):
         weights = "random"
 
     def measure(depth: int) -> dict[str, Any]:
         """Make one run. A version trains as many answers as are in flight."""
         say(f"depth {depth}: {options.versions} versions of {options.in_flight} answers, and those at both ends")
-        config = run_config(
+        config = workload.run_config(
             Path(options.keep or directory),
             f"depth-{depth}",
-            versions=WARM_VERSIONS + depth + options.versions + depth,
+            versions=workload.WARM_VERSIONS + depth + options.versions + depth,
             depth=depth,
             prompt=options.prompt,
             lengths=options.lengths,
@@ -206,7 +188,7 @@ def _model(directory: Path, options: LoopBench, say: Say) -> dict[str, Any]:
             observe={"timeline": bool(options.keep)},
         )
         with _watched_memory(device) as memory:
-            measured, outcome = measure_run(config, depth, WARM_VERSIONS + depth)
+            measured, outcome = workload.measure_run(config, depth, workload.WARM_VERSIONS + depth)
         with open_readonly(outcome.run_dir.journal) as journal:
             held = journal.meta().get("peak_memory_bytes", {})
         return measured | {
@@ -235,20 +217,14 @@ def _model(directory: Path, options: LoopBench, say: Say) -> dict[str, Any]:
 
 
 def lasting_versions(lengths: str) -> int:
-    """Return how many versions are trained while the longest answer is generated, and at least 2.
-
-    With a smaller depth, training would wait for the longest answer. A version trains as many answers as are in flight,
-    so about one version is trained while an answer of mean length is generated.
-    """
-    return max(2, round(longest_of(lengths) / float(make_lengths(lengths, MEAN_OF, 0).mean())))
+    """Return how many versions are trained while the longest answer is generated, and at least 2."""
+    # A version trains as many answers as are in flight: about one while an answer of mean length is generated.
+    return max(2, round(workload.longest_of(lengths) / float(workload.make_lengths(lengths, MEAN_OF, 0).mean())))
 
 
 @contextmanager
 def _watched_memory(device: str) -> Iterator[list[int]]:
-    """Watch the GPU's memory inside this context.
-
-    The list that is yielded holds the largest number of bytes that all processes together had in use.
-    """
+    """Yield a list of one number: the most bytes of the GPU that all processes together had in use so far."""
     peak, done = [0], threading.Event()
 
     def watch() -> None:
@@ -269,8 +245,8 @@ def _watched_memory(device: str) -> Iterator[list[int]]:
 def faster_training(runs: dict[str, dict[str, Any]]) -> tuple[str, float]:
     """Return the name of the run whose steps trained more tokens per second, and this rate.
 
-    The time of a step begins when the trainer has the GPU, so it includes no wait for a turn. Work of the engine beside
-    a step can only slow the step down. So the faster run is closer to training alone, and gives the higher bound.
+    The time of a step includes no wait for the GPU. Work of the engine beside a step can only slow the step down. So
+    the faster run is closer to training alone, and gives the higher bound.
     """
     name = max(runs, key=lambda run: float(runs[run]["training_tokens_per_second"]))
     return name, float(runs[name]["training_tokens_per_second"])
@@ -282,7 +258,7 @@ def held_by(role: str, peaks: dict[str, int]) -> int | None:
 
 
 def _generation(options: LoopBench, model: Path, weights: str, device: str) -> float:
-    """Return the tokens per second of the engine alone while all its slots are taken, in a process of its own."""
+    """Return the tokens per second of the engine alone, in a process of its own, until the last request has a slot."""
     command = [sys.executable, "-m", "headrace", "bench", "engine", str(model), "--json", "--rescore", "0"]
     command += ["--batch", str(options.in_flight), "--requests", str(ROUNDS * options.in_flight)]
     command += ["--prompt", str(options.prompt), "--group-size", str(options.group_size)]

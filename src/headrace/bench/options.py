@@ -1,17 +1,22 @@
-"""The options of all benchmarks. Each command has a class, and the fields are its options.
+"""The options of all benchmarks, how they measure time, and how they show their figures.
 
-A field gives the help text, the limits of its values, and the default value. The command line is made from these fields
-(`cli/bench.py`). No torch is imported, so a mistake in the options is reported before anything is loaded.
+Each command has a class, and the fields are its options. A field gives the help text, the limits of its values, and the
+default value. The command line is made from these fields (`cli/main.py`). No torch is imported, so a mistake in the
+options is reported before anything is loaded. Figures are shown by the names that they have in `--json`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
 from typer import Argument, Option
 
 from headrace.errors import UserError
+from headrace.observe.summary import aligned
 
 Model = Annotated[str, Argument(metavar="MODEL_OR_SHAPE", help="A Hugging Face directory, or a named shape.")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], Option(help="auto, cpu or cuda.")]
@@ -19,6 +24,13 @@ Dtype = Annotated[
     Literal["", "float32", "bfloat16"], Option(help="float32 or bfloat16; by default the second on a GPU.")
 ]
 RandomWeights = Annotated[bool, Option("--random-weights", help="Use the directory's config alone.")]
+Say = Callable[[str], None]
+"""A function that gets a line of text before each part of a benchmark."""
+Part = tuple[str, dict[str, str]]
+"""A title, and the text of each figure under it by the name of the figure."""
+MANY = 8
+"""Of a list with more numbers, only their count is shown."""
+REPEATS = 7
 
 
 class Bench(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,3 +214,94 @@ def parse_lengths(text: str) -> tuple[str, int, int]:
     if kind == "lognormal":
         return kind, *parse_pair("--lengths lognormal", "lognormal:MEAN:CUT", rest)
     raise UserError(f"--lengths {text}: must be equal:N or lognormal:MEAN:CUT")
+
+
+def lines(found: Mapping[str, Any]) -> list[str]:
+    """Return one aligned line for each figure that was measured. Parts with the same figures are columns of one table.
+
+    The arguments are left out: the reader has just typed them.
+    """
+    parts = list(_parts("", {name: value for name, value in found.items() if name != "arguments"}))
+    shown: list[str] = []
+    while parts:
+        title, names = parts[0]
+        # Columns of one table: the first part, and all parts with the same figures and perhaps more.
+        columns = [part for part in parts if names.keys() <= part[1].keys()] if title else parts[:1]
+        parts = [part for part in parts if part not in columns]
+        rows = [["", *(title for title, _ in columns)]] if title else []
+        for name in dict.fromkeys(name for _, part in columns for name in part):
+            rows.append([name, *(part.get(name, "") for _, part in columns)])
+        shown += [""] if shown else []
+        shown += aligned(rows)
+    return shown
+
+
+def _parts(title: str, found: Mapping[str, Any]) -> Iterator[Part]:
+    """Yield the plain figures under this title, then the parts inside it."""
+    inside: dict[str, Mapping[str, Any]] = {}
+    plain: dict[str, str] = {}
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            inside[name] = value
+        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+            inside |= {f"{name} {number}": item for number, item in enumerate(value, start=1)}
+        elif value is not None:
+            plain[name] = _text(value)
+    if plain:
+        yield title, plain
+    for name, value in inside.items():
+        yield from _parts(f"{title} {name}".strip(), value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_text, value)) if len(value) <= MANY else f"{len(value):,} of them"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+class Timed:
+    """Measures the time of the body of a `with`. `seconds` and `cpu_seconds` are set when the body ends."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
+        self.seconds = 0.0
+        self.cpu_seconds = 0.0
+        """The time of a core, which hardly depends on other work on the machine."""
+
+    def __enter__(self) -> Timed:
+        _settle(self._device)
+        self._cpu, self._started = time.process_time(), time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _settle(self._device)
+        self.seconds = time.perf_counter() - self._started
+        self.cpu_seconds = time.process_time() - self._cpu
+
+
+def _settle(device: str) -> None:
+    if device == "cuda":
+        # Imported late, because most of what is timed needs no torch.
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def median_seconds(
+    work: Callable[[], object],
+    device: str = "cpu",
+    repeats: int = REPEATS,
+    of: Callable[[Sequence[float]], float] = statistics.median,
+) -> float:
+    """Return the median seconds of the work until the device is done. A first call is not counted.
+
+    `of` replaces the median, for example by the least.
+    """
+    times = []
+    for _ in range(repeats + 1):
+        with Timed(device) as timed:
+            work()
+        times.append(timed.seconds)
+    return of(times[1:])

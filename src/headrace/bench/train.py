@@ -1,21 +1,13 @@
 """`headrace bench train`: measures how fast the trainer trains, and compares that with the arithmetic that it needs.
 
-After a few steps of warm-up, whole optimizer steps of the real trainer are timed: packing, passes, gradients, the
-optimizer and the refresh of the 16-bit weights. With `--compare`, the same sequences are also measured without packing,
-without chunks and without compilation. Every token but the first of a sequence is trained. Padding stands for the work
-of a trainer without packing: it is tokens before a sequence that are computed but not trained.
+Whole optimizer steps of the real trainer are timed: packing, passes, gradients, the optimizer and the refresh of the
+16-bit weights. Padding stands for the work of a trainer without packing: it is tokens before a sequence that are
+computed but not trained.
 
-MFU is the number of floating-point operations per second that training needs, as a share of the GPU's peak:
-
-    a token      6 x parameters of the layers, forward and backward; of experts, only those that the token goes through
-    a pair       12 x heads x head size x layers, for each query and each key that the query sees (causal attention)
-    a target     6 x hidden size x vocabulary
-
+MFU is the number of floating-point operations per second that training needs (`FORMULA`), as a share of the GPU's peak.
 Work on padding, masked work and recomputation are not counted, and neither are embeddings, norms, softmax and the
 optimizer.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,13 +20,11 @@ import torch
 import transformers
 
 from headrace.bench.base import begin, free_memory, load, vocabulary_of
-from headrace.bench.options import TrainBench
-from headrace.bench.report import Say
-from headrace.bench.timing import Timed
+from headrace.bench.options import Say, Timed, TrainBench
 from headrace.bench.workload import make_lengths
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
-from headrace.training.building import prepare_model
 from headrace.training.layers import compiled_layers
+from headrace.training.serving import prepare_model
 from headrace.training.trainer import Trainer
 from headrace.types import Batch
 
@@ -56,7 +46,8 @@ FORMULA = {
     "a_pair": "12 * heads * head_size * layers",
     "a_target": "6 * hidden_size * vocabulary",
 }
-"""The formula of `Flops.of` for a sequence of n + 1 tokens, with the coefficients of `count_flops`."""
+"""The operations of a sequence of n + 1 tokens, forward and backward. A pair is a query and a key that it sees. Of the
+parameters of experts, only those that a token goes through count."""
 
 
 def bench_train(options: TrainBench, say: Say) -> dict[str, Any]:
@@ -83,7 +74,22 @@ def _measured(options: TrainBench, device: str, say: Say) -> dict[str, Any]:
     free_memory(device)
     say(f"loading {options.model} on {device}")
     with Timed() as loading:
-        trainer, flops, vocabulary = _trainer(options, device)
+        model = load(options.model, "float32", device, options.seed)
+        flops, vocabulary = count_flops(model), vocabulary_of(model)
+        training = TrainingConfig(
+            device="cuda" if device == "cuda" else "cpu",
+            compile=options.compile,
+            micro_batch_tokens=options.micro_batch_tokens,
+        )
+        trainer = Trainer(
+            prepare_model(model, training),
+            AlgorithmConfig(),
+            training,
+            total_steps=WARM_STEPS + options.steps,
+            warm_start=WarmStartConfig(),
+            chunk_elements=None if options.chunk else WHOLE,
+        )
+        del model
     lengths = draw_sequences(options)
     widths = lengths if options.pack else padded(lengths, options.micro_batch_tokens)
     batches = [make_batch(lengths, widths, vocabulary, i, options.seed) for i in range(WARM_STEPS + options.steps)]
@@ -127,25 +133,6 @@ def _measured(options: TrainBench, device: str, say: Say) -> dict[str, Any]:
     }
 
 
-def _trainer(options: TrainBench, device: str) -> tuple[Trainer, Flops, int]:
-    model = load(options.model, "float32", device, options.seed)
-    training = TrainingConfig(
-        device="cuda" if device == "cuda" else "cpu",
-        compile=options.compile,
-        micro_batch_tokens=options.micro_batch_tokens,
-    )
-    flops, vocabulary = count_flops(model), vocabulary_of(model)
-    trainer = Trainer(
-        prepare_model(model, training),
-        AlgorithmConfig(),
-        training,
-        total_steps=WARM_STEPS + options.steps,
-        warm_start=WarmStartConfig(),
-        chunk_elements=None if options.chunk else WHOLE,
-    )
-    return trainer, flops, vocabulary
-
-
 def draw_sequences(options: TrainBench) -> Lengths:
     """Return the lengths of a step's sequences. Their sum is `tokens` or a little more."""
     drawn = make_lengths(options.mix, options.tokens, options.seed)
@@ -154,7 +141,7 @@ def draw_sequences(options: TrainBench) -> Lengths:
 
 
 def padded(lengths: Lengths, budget: int) -> Lengths:
-    """Return the length to which each sequence is padded: that of the longest sequence in its micro-batch.
+    """Return the length of the longest sequence in each sequence's micro-batch, to which the sequence is padded.
 
     Micro-batches are filled in the given order, up to `budget` tokens with padding.
     """
@@ -169,10 +156,7 @@ def padded(lengths: Lengths, budget: int) -> Lengths:
 
 
 def make_batch(lengths: Lengths, widths: Lengths, vocabulary: int, step: int, seed: int) -> Batch:
-    """Return the batch of one step, with random tokens.
-
-    Sequence i has `lengths[i]` tokens of its own, and `widths[i]` tokens with padding.
-    """
+    """Return a batch of random tokens. Sequence i has `lengths[i]` tokens, and `widths[i]` tokens with padding."""
     draw = np.random.default_rng([seed, step])
     total, own = int(widths.sum()), int((lengths - 1).sum())
     ends = widths.cumsum()
@@ -194,7 +178,7 @@ def make_batch(lengths: Lengths, widths: Lengths, vocabulary: int, step: int, se
 
 @dataclass(frozen=True)
 class Flops:
-    """The operations of one model, forward and backward: for a token, for a query-key pair, and for a target."""
+    """The operations of one model by the terms of `FORMULA`."""
 
     a_token: int
     a_pair: int
@@ -208,7 +192,7 @@ class Flops:
 
 
 def count_flops(model: Any) -> Flops:
-    """Return the coefficients of the formula, from the model's parameters and configuration."""
+    """Return the coefficients of the formula for this model."""
     config = model.config.get_text_config()
     outer = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     parameters = 0.0

@@ -1,7 +1,6 @@
 """Work that is the same in every run: a random Llama model, prompts of one length, and answers that never end early.
 
-The lengths of answers are fixed in advance, so that every run does the same work, whatever its weights are. The runs
-are real, with real processes.
+The lengths of answers are fixed in advance, so that every run does the same work, whatever its weights are.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from headrace.buffer.reader import open_readonly
 from headrace.config import Config, make_config
 from headrace.observe.progress import NoProgress
 from headrace.pipeline.launch import RunSession, start_run
-from headrace.tasks.base import Environment, EnvironmentStep, Task
+from headrace.tasks.base import EnvironmentStep
+from headrace.tasks.dataset import SingleTurn, SingleTurnTask
 from headrace.types import Prompt
 
 SPREAD = 0.8
@@ -67,7 +67,6 @@ def draw_lengths(count: int, mean: float, cut: int, seed: int) -> npt.NDArray[np
 
 
 def _long_tail(count: int, cut: int, seed: int) -> npt.NDArray[np.int64]:
-    """Return the lengths of the study on a virtual clock: lognormal, and one answer in ten is ten times longer."""
     draw = np.random.default_rng(seed)
     factors = np.where(draw.random(count) < LONG_SHARE, LONG_FACTOR, 1)
     drawn = factors * MEDIAN * np.exp(SIGMA * draw.standard_normal(count))
@@ -75,10 +74,7 @@ def _long_tail(count: int, cut: int, seed: int) -> npt.NDArray[np.int64]:
 
 
 def write_model(directory: Path) -> None:
-    """Write a model directory with a tokenizer of single characters.
-
-    There is no end token, so every answer has its full length.
-    """
+    """Write a model directory without an end token, so that every answer has its full length."""
     directory.mkdir(parents=True)
     write_tokenizer(directory)
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096, **SHAPE}
@@ -96,33 +92,27 @@ def write_tokenizer(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text("{}")
 
 
-class LengthsTask(Task):
-    """A task with prompts of `length` characters and random rewards.
-
-    Answers get the lengths of `lengths`, in the order in which their episodes begin.
-    """
+class LengthsTask(SingleTurnTask):
+    """A task with prompts of `length` characters, random rewards, and answers with the given lengths in order."""
 
     def __init__(self, length: int, lengths: str, seed: int, heldout: int) -> None:
         draw = self._draw = random.Random(seed)
-        self.train = [Prompt(id=str(number), text="".join(draw.choices(ALPHABET, k=length))) for number in range(4096)]
-        self.heldout = []
+        texts = ["".join(draw.choices(ALPHABET, k=length)) for _ in range(4096)]
+        super().__init__([Prompt(id=str(number), text=text) for number, text in enumerate(texts)], heldout=[])
         self._lengths = itertools.cycle(make_lengths(lengths, DRAWN, seed).tolist())
 
     def episode(self, prompt: Prompt) -> LengthsEpisode:
         """Return an episode whose answer has the next length."""
-        return LengthsEpisode(next(self._lengths), float(self._draw.random() < 0.5))
+        return LengthsEpisode(prompt, next(self._lengths), float(self._draw.random() < 0.5))
 
 
-class LengthsEpisode(Environment):
+class LengthsEpisode(SingleTurn):
     """An episode of one turn with an answer of a given length, and a reward that is given in advance."""
 
-    def __init__(self, length: int, coin: float) -> None:
+    def __init__(self, prompt: Prompt, length: int, coin: float) -> None:
+        super().__init__(prompt)
         self.max_tokens = length
         self._coin = coin
-
-    async def reset(self) -> list[dict[str, str]]:
-        """Return no messages, so that the text of the prompt is used as it is."""
-        return []
 
     async def step(self, completion: str) -> EnvironmentStep:
         """End the episode. The reward does not depend on the answer."""
@@ -187,8 +177,7 @@ def measure_run(config: Config, depth: int, warm: int) -> tuple[dict[str, Any], 
 def steady_rate(steps: list[dict[str, Any]], depth: int, warm: int) -> dict[str, float]:
     """Return the consumed tokens per second, without the first `warm` and the last `depth` versions.
 
-    The last `depth` versions are trained while nothing is generated any more, so their rate is too high. The rate of as
-    many first versions may be too high as well, because they are generated while the trainer still starts.
+    The last `depth` versions are trained while nothing is generated any more, so their rate is too high.
     """
     counted = steps[warm : len(steps) - depth]
     seconds = counted[-1]["ended"] - steps[warm - 1]["ended"]

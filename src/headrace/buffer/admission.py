@@ -7,8 +7,6 @@ engines have proved the weights that it trained, or when it is dropped or fails.
 or failed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -7,8 +7,6 @@ Salvage keeps tokens that have become too old as untrained context. It changes n
 only the mark whether a token is trained.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Literal, NamedTuple
 

@@ -6,8 +6,6 @@ group, and every optimizer step trained as many groups and rollouts as the ledge
 commit, so also for a live run.
 """
 
-from __future__ import annotations
-
 import copy
 import sqlite3
 from collections.abc import Iterable

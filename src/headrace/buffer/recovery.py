@@ -5,8 +5,6 @@ closed. Afterwards every group is trained up to `Recovered.resume_step`, or in f
 ended: the ledgers balance, and no group is in two places.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

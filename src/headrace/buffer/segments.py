@@ -8,8 +8,6 @@ All numbers are little-endian. A crash can leave half a record at the end of the
 this half off.
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from pathlib import Path

@@ -8,8 +8,6 @@ A row that points into a segment is never committed before the bytes of the segm
 item that ends must have been in flight, otherwise an error is raised.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import sqlite3

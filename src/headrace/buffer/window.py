@@ -6,8 +6,6 @@ exactly one place: in flight, ready, in training (consumed, with its slot not ye
 arithmetic, and `docs/staleness.md` the proofs.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal

@@ -4,8 +4,6 @@ No part of a run calls another back. A hub and a launcher only put events, and t
 it takes.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Heartbeats: a process says that it is alive, what it is doing, and what it did since its last heartbeat."""
 
-from __future__ import annotations
-
 from headrace.channel.codec import Message
 from headrace.observe.spans import TimeSpan
 

@@ -4,8 +4,6 @@ Every request has a deadline and fails at once when its peer dies. Events and he
 order in which each peer sent them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time

@@ -5,8 +5,6 @@ Taking turns costs nothing and lets each process finish what it began. The turn 
 dies releases it. A byte in the file says that the trainer waits, so that engines need not try the lock to find out.
 """
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import time

@@ -4,8 +4,6 @@ The thread of the channel sends heartbeats, also while the computing threads are
 too long, it ends the process: nothing that the process computes can reach anyone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

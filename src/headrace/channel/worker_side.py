@@ -7,8 +7,6 @@ A frame is an id, a length, and a JSON body. An answer carries the id of its que
 because msgpack integers end at 64 bits: a frame can hold every value that a line of a JSON dataset can hold.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -3,8 +3,6 @@
 Here are the arguments that several commands share.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

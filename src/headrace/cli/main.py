@@ -1,22 +1,48 @@
-"""The `headrace` program: its commands, of which those that run the whole loop are here, and how they end.
+"""The `headrace` program: its commands and how they end. The commands that examine a run are in `review`.
 
 Exit codes: 0 done, 1 the run failed, 2 a mistake of the user's (one line says which), 130 interrupted.
+
+`headrace check` and `headrace doctor` tell what is known about a run, and about this machine, before a run starts.
+`check` does not load torch. `headrace generate` answers a file of prompts with the embedded engine, and writes what
+training would record. `headrace bench` has measurements of Headrace beside a comparison, in one call. The options of
+such a command are the fields of its class in `bench/options.py`.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
+import platform
+import shutil
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
+import msgspec
 import typer
 
-from headrace.cli import AsJson, ConfigPath, RunPath, Settings, bench, check, generate, review
-from headrace.errors import HeadraceError, PeerDied, UserError
+from headrace.bench.options import Bench, DeliveryBench, EngineBench, JournalBench, LoopBench, TrainBench, lines
+from headrace.cli import AsJson, ConfigPath, RunPath, Settings, review
+from headrace.errors import DataError, HeadraceError, PeerDied, UserError
 
 if TYPE_CHECKING:
     from headrace.config import Config
+    from headrace.engines.base import Delta, Request
     from headrace.pipeline.launch import RunSession
+    from headrace.tasks.chat import ChatFormat
+
+BENCHES: dict[str, type[Bench]] = {
+    "loop": LoopBench,
+    "engine": EngineBench,
+    "delivery": DeliveryBench,
+    "train": TrainBench,
+    "journal": JournalBench,
+}
+"""The command -> its options. The function `bench_NAME` of the module `headrace.bench.NAME` measures."""
+PACKAGES = ("torch", "transformers", "tokenizers", "peft", "safetensors", "msgspec", "pyzmq", "numpy", "reasoning-gym")
 
 
 def train(config: ConfigPath, settings: Settings = None, as_json: AsJson = False) -> None:
@@ -38,8 +64,6 @@ def resume(run_dir: RunPath, settings: Settings = None, as_json: AsJson = False)
 
 def gateway(config: ConfigPath, settings: Settings = None, as_json: AsJson = False) -> None:
     """Train with agents from outside, as CONFIG says: serve OpenAI's API and offer sessions at POST /v1/sessions."""
-    import msgspec
-
     from headrace.config import AgentTaskConfig, load_config
 
     loaded = load_config(config, settings or [])
@@ -61,7 +85,6 @@ def _start(config: Config, as_json: bool) -> None:
 
 
 def _report(outcome: RunSession, as_json: bool) -> None:
-    """Report how a run ended, and exit with the matching code."""
     from headrace.observe.summary import describe
 
     typer.echo(json.dumps(outcome.summary, indent=2) if as_json else describe(outcome.summary))
@@ -70,6 +93,255 @@ def _report(outcome: RunSession, as_json: bool) -> None:
     if outcome.outcome == "interrupted":
         typer.echo(f"interrupted; go on with: headrace resume {outcome.run_dir.path}", err=True)
         raise typer.Exit(130)
+
+
+def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False) -> None:
+    """Validate CONFIG. Print it resolved, with the lag bound, the memory, and which side will be the bottleneck."""
+    from headrace.buffer.admission import capacity, lag_bound
+    from headrace.config import dump_config, load_config
+    from headrace.config.memory import estimate
+    from headrace.config.model_dir import model_facts
+    from headrace.pipeline.inputs import count_prompts
+
+    loaded = load_config(config, settings or [])
+    facts = model_facts(Path(loaded.model.path), loaded.model.weights)
+    train_prompts, heldout_prompts = count_prompts(loaded)
+    buffer, every = loaded.buffer, loaded.delivery.publish_every
+    found: dict[str, Any] = {
+        "lag_bound": lag_bound(buffer.depth, buffer.groups, every, buffer.max_lag),
+        "slots": capacity(buffer.depth, buffer.groups, every, buffer.max_lag),
+        "on_stale": buffer.on_stale if buffer.max_lag is not None else None,
+        "train_prompts": train_prompts,
+        "heldout_prompts": heldout_prompts,
+        **estimate(loaded, facts),
+    }
+    if as_json:
+        typer.echo(json.dumps({"config": msgspec.to_builtins(loaded), **found}, indent=2))
+        return
+    typer.echo(dump_config(loaded))
+    for line in _check_lines(found):
+        typer.echo(line)
+
+
+def _check_lines(found: dict[str, Any]) -> list[str]:
+    size = {name: f"{number / 1e9:.2f} GB" for name, number in found["memory_bytes"].items()}
+    trainer = "trainer" if found["trainer_ranks"] == 1 else f"each of {found['trainer_ranks']} trainer ranks"
+    offloaded = f" and {size['offloaded']} offloaded" if found["memory_bytes"]["offloaded"] else ""
+    slow = {
+        None: "",
+        "wait": "; batches wait for slow groups",
+        "drop": "; slow groups are dropped",
+        "salvage": "; slow groups are started again and keep their tokens",
+    }[found["on_stale"]]
+    return [
+        f"model       {found['architecture']}, {found['parameters'] / 1e6:.1f}M parameters",
+        f"prompts     {found['train_prompts']} to train on, {found['heldout_prompts']} held out",
+        f"lag         at most {found['lag_bound']} versions; {found['slots']} groups under way{slow}",
+        f"memory      {trainer} {size['trainer']}{offloaded}, each engine {size['engine']}, shared {size['shared']}",
+        f"bottleneck  {found['bottleneck']} (an estimate: generation {found['generation_seconds']:.2g} s, "
+        f"training {found['training_seconds']:.2g} s a version)",
+    ]
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """Report what this machine has and which paths a run will use."""
+    import torch
+
+    from headrace.config.schema import DeliveryConfig
+    from headrace.delivery.setup import choose
+
+    cuda = torch.cuda.is_available()
+    shm = Path("/dev/shm")
+    device = "cuda" if cuda else "cpu"
+    choice = choose(DeliveryConfig(), shm, trainer=device, engines=device)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found: dict[str, dict[str, Any]] = {
+        "machine": {
+            "system": f"{platform.system()} {platform.machine()}",
+            "python": sys.version.split()[0],
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "memory": f"{memory / 1e9:.1f} GB",
+            "shared memory": f"{shutil.disk_usage(shm).free / 1e9:.1f} GB free" if shm.is_dir() else "none",
+            "gpu": torch.cuda.get_device_name(0) if cuda else "none",
+        },
+        "packages": {name: _version(name) for name in PACKAGES},
+        "paths": {
+            "engine": "embedded, GPU: Triton kernels, captured steps, compiled layers"
+            if cuda
+            else "embedded, CPU: paged attention in plain torch",
+            "weights": f"{choice.transport}: {choice.why}; others: [delivery] transport",
+            "training": "one process, packed sequences, "
+            + ("GPU: float32 masters, bfloat16 passes, compiled layers" if cuda else "CPU: float32"),
+            "threads": f"{torch.get_num_threads()} by default; [engine] threads and [training] threads decide",
+        },
+    }
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    for section, facts in found.items():
+        typer.echo(section)
+        for name, value in facts.items():
+            typer.echo(f"  {name:<16} {value}")
+
+
+def _version(package: str) -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed" + (' (pip install "headrace[tasks]")' if package == "reasoning-gym" else "")
+
+
+class InputLine(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One line of the input."""
+
+    token_ids: list[int] | None = None
+    text: str | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 256
+    temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=0)] = 0
+    seed: Annotated[int, msgspec.Meta(ge=0)] = 0
+    n: Annotated[int, msgspec.Meta(ge=1)] = 1
+
+
+def generate(
+    model_dir: Annotated[str, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face directory.")],
+    input_: Annotated[str, typer.Option("--input", help="JSON lines: token_ids or text, max_tokens, temperature, ...")],
+    output: Annotated[str, typer.Option("--output", help="JSON lines: token_ids, logprobs, versions, finish_reason.")],
+    slots: Annotated[int, typer.Option(help="Sequences that decode together.", min=1)] = 64,
+    threads: Annotated[int, typer.Option(help="Compute threads; 0 takes torch's default.", min=0)] = 0,
+    random_weights: Annotated[bool, typer.Option("--random-weights", help="Use the config alone.")] = False,
+) -> None:
+    """Continue every prompt of a file. Each answer is one line, in the order of the input."""
+    from headrace.config.model_dir import check_model_dir
+    from headrace.tasks.chat import ChatFormat
+
+    weights = "random" if random_weights else "load"
+    check_model_dir(Path(model_dir), weights)
+    chat = ChatFormat.load(model_dir) if (Path(model_dir) / "tokenizer.json").is_file() else None
+    requests = list(_requests(Path(input_), chat))
+    try:
+        with Path(output).open("w") as out:
+            answers = _answers(model_dir, weights, requests, slots, threads)
+            for request, answer in zip(requests, answers, strict=True):
+                out.write(json.dumps(_record(request, answer, chat)) + "\n")
+    except OSError as error:
+        raise UserError(f"--output {output}: {error.strerror}") from error
+
+
+def _requests(path: Path, chat: ChatFormat | None) -> Iterator[Request]:
+    import numpy as np
+
+    from headrace.engines.base import Request, Sampling
+    from headrace.rollouts.base import derive_seed
+
+    if not path.is_file():
+        raise DataError(f"--input {path}: there is no such file")
+    lines = path.read_text().splitlines()
+    if not lines:
+        raise DataError(f"--input {path} is empty")
+    for number, text in enumerate(lines, start=1):
+        where = f"{path}, line {number}"
+        try:
+            line = msgspec.json.decode(text.encode(), type=InputLine)
+        except msgspec.DecodeError as error:
+            raise DataError(f"{where}: {error}") from error
+        if (line.token_ids is None) == (line.text is None):
+            raise DataError(f'{where}: give either "token_ids" or "text"')
+        if line.text is not None and chat is None:
+            raise DataError(f'{where}: the model has no tokenizer.json, so "token_ids" is needed')
+        tokens = np.array(line.token_ids if line.token_ids is not None else chat and chat.encode(line.text or ""))
+        for sample in range(line.n):
+            yield Request(
+                id=f"{number}/{sample}",
+                token_ids=tokens.astype(np.int32),
+                sampling=Sampling(
+                    max_tokens=line.max_tokens,
+                    temperature=line.temperature,
+                    top_p=line.top_p,
+                    top_k=line.top_k,
+                    seed=line.seed if line.n == 1 else derive_seed(line.seed, number, sample),
+                    stop_token_ids=chat.stop_token_ids if chat else (),
+                ),
+                group=str(number),
+            )
+
+
+def _answers(model_dir: str, weights: str, requests: list[Request], slots: int, threads: int) -> list[list[Delta]]:
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from headrace.config import EngineConfig
+    from headrace.config.memory import longest_sequence
+    from headrace.engines.embedded.core import EngineCore
+    from headrace.models.attention import check_model
+    from headrace.models.loading import choose_device, load_model
+
+    if threads:
+        torch.set_num_threads(threads)
+    model = load_model(model_dir, weights=weights, device=choose_device("auto", "engine"))
+    longest = longest_sequence(0, getattr(model.config, "max_position_embeddings", 0))
+    check_model(model, longest)
+    core = EngineCore(model, EngineConfig(slots=slots), name="engine-0", max_length=longest, version=0)
+    core.submit(requests)
+    answers: dict[str, list[Delta]] = {request.id: [] for request in requests}
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("generating", total=len(requests))
+        while core.has_work:
+            for delta in core.step():
+                answers[delta.id].append(delta)
+                progress.advance(bar, delta.finish is not None)
+    return list(answers.values())
+
+
+def _record(request: Request, deltas: list[Delta], chat: ChatFormat | None) -> dict[str, Any]:
+    number, sample = request.id.split("/")
+    tokens = [int(token) for delta in deltas for token in delta.token_ids]
+    record: dict[str, Any] = {
+        "line": int(number),
+        "sample": int(sample),
+        "token_ids": tokens,
+        "logprobs": [float(logprob) for delta in deltas for logprob in delta.logprobs],
+        "versions": [int(version) for delta in deltas for version in delta.versions],
+        "finish_reason": deltas[-1].finish,
+    }
+    if deltas[-1].error:
+        record["error"] = deltas[-1].error
+    if chat is not None:
+        record["text"] = chat.decode(tokens)
+    return record
+
+
+def _measuring(name: str, kind: type[Bench]) -> Callable[..., None]:
+    def command(as_json: bool, **given: Any) -> None:
+        options = kind(**given)
+        # Checked before torch is loaded, so that a mistake is reported at once.
+        options.check()
+        measure = getattr(import_module(f"headrace.bench.{name}"), f"bench_{name}")
+        found = measure(options, lambda line: typer.echo(line, err=True))
+        typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(lines(found)))
+
+    hints = get_type_hints(kind, include_extras=True)
+    parameters = [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, annotation=hints[field.name], default=_default(field)
+        )
+        for field in msgspec.structs.fields(kind)
+    ]
+    parameters.append(inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, annotation=AsJson, default=False))
+    command.__doc__ = kind.__doc__
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    if field.required:
+        return inspect.Parameter.empty
+    return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
 
 
 app = typer.Typer(
@@ -81,10 +353,13 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(resume)
-app.command()(check.check)
+app.command()(check)
 app.command()(gateway)
-app.command()(generate.generate)
-bench.register(app)
+app.command()(generate)
+benches = typer.Typer(help="Measure, side by side, in one call.", no_args_is_help=True)
+for name, kind in BENCHES.items():
+    benches.command(name)(_measuring(name, kind))
+app.add_typer(benches, name="bench")
 app.command()(review.report)
 app.command()(review.ledger)
 app.command()(review.rollouts)
@@ -92,7 +367,7 @@ app.command()(review.audit)
 app.command()(review.replay)
 app.command()(review.stall)
 app.command()(review.export)
-app.command()(check.doctor)
+app.command()(doctor)
 
 
 def main() -> None:

@@ -1,7 +1,5 @@
 """The commands that examine a run by its directory: its results, its rollouts, and whether the records are true."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Literal

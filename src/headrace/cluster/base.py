@@ -1,7 +1,5 @@
 """The interface through which the controller acts on its worker processes, and the exit codes of workers."""
 
-from __future__ import annotations
-
 EXIT_USER_ERROR = 2
 """The user made a mistake, and the last line of the worker's log names it. A restart would not help."""
 EXIT_LOST = 4

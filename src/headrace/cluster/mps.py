@@ -4,8 +4,6 @@ A daemon survives when its controller is killed. The next run on this host finds
 and ends it. Where no daemon can be started, trainer and engines take turns on their GPU instead.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

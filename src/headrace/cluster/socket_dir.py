@@ -4,8 +4,6 @@ Each directory lasts as long as its owner, the controller. The owner holds a loc
 releases however the process ends. The next run on this host removes directories that were left behind.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

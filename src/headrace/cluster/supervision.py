@@ -5,8 +5,6 @@ restarted where that is allowed, each time after a longer pause and a limited nu
 the run, with its last lines of output. A run that ends leaves no process behind.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -6,8 +6,6 @@ It ends when it is told to, when its parent dies, or when the controller falls s
 engines and trainers are chosen only here.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
@@ -117,7 +115,7 @@ def _serve_engine(link: WorkerLink, config: Config) -> None:
 def _serve_trainer(link: WorkerLink, config: Config) -> None:
     fix_threads(config.training.threads)
     link.peak_memory = peak_gpu_memory
-    from headrace.training.serving import serve as serve_trainer
+    from headrace.training.serving import TrainerRole
 
     # A checkpoint of a later step than the journal's last has no history.
     journal = link.run_dir / "journal.db"
@@ -125,7 +123,7 @@ def _serve_trainer(link: WorkerLink, config: Config) -> None:
     if journal.is_file():
         with open_readonly(journal) as reader:
             last_step = reader.last_step(config.policy_name)
-    serve_trainer(link, config, last_step)
+    TrainerRole(link, config, last_step).run()
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ files (see `headrace.config.declared`). The file of a user's own loss, advantage
 checked or started. So a run directory can be examined on a machine that does not have the file.
 """
 
-from __future__ import annotations
-
 import ipaddress
 
 from headrace.config.declared import (
@@ -34,10 +32,7 @@ REFERENCES = "or module:attribute, or file.py:attribute"
 
 
 def check_together(config: Config) -> None:
-    """Raise `ConfigError` if the value of a key that takes names is none of them, or if values contradict each other.
-
-    What the user's own loss, advantage or transport declares is left to `check_references` and `check_transport`.
-    """
+    """Raise `ConfigError` if the value of a key that takes names is none of them, or values contradict each other."""
     for name in Config.__struct_fields__:
         section = getattr(config, name)
         for key in getattr(section, "__struct_fields__", ()):

@@ -5,8 +5,6 @@ in its file as plain assignments of literals: `NEEDS = ("teacher",)` beside the 
 the named class. Built-in parts and the user's own parts are read in the same way.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable
 from contextlib import suppress

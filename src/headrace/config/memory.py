@@ -5,11 +5,8 @@ Where a trainer and engines share one GPU, the trainer's need is estimated, and 
 one GPU. The estimate is meant as an upper bound. A margin covers what is not counted.
 
 The formulas for time are the usual ones. Training takes six floating-point operations per parameter and token.
-Generation takes two, but each step must also read all weights once. The estimate says which side will wait, not how
-long it will take.
+Generation takes two, but each step must also read all weights once. The estimate says which side will wait.
 """
-
-from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,8 +58,7 @@ class TrainerMemory(NamedTuple):
     gathered: int
     """If sharded or offloaded: the weights that a pass gathers, and gradients that are not yet distributed."""
     computing: int
-    """What the layers and the vocabulary projection keep during a pass; or the gradients after a pass, if those are
-    larger."""
+    """What layers and vocabulary projection keep during a pass, or the gradients after a pass if they are larger."""
 
     @property
     def total(self) -> int:
@@ -100,6 +96,11 @@ def trainer_memory(
     )
 
 
+def longest_sequence(configured: int, positions: int) -> int:
+    """Return the length of the longest sequence that an engine takes. A limit that is not given is 0."""
+    return min(configured or LONGEST_DEFAULT, positions or LONGEST_DEFAULT)
+
+
 def teacher_facts(config: Config) -> ModelFacts | None:
     """Return the figures of the model that `[algorithm] teacher` names, if there is one."""
     teacher = config.algorithm.teacher
@@ -110,17 +111,6 @@ def engine_share(config: Config, facts: ModelFacts, total: int, teacher: ModelFa
     """Return the share of a GPU of `total` bytes that is left to each engine beside the trainer, 0 or less if none."""
     needed = trainer_memory(config, facts, teacher).total
     return (total - needed - MARGIN_BYTES) / total / config.engine.count
-
-
-def excess_bytes(
-    config: Config, facts: ModelFacts, total: int, fraction: float, teacher: ModelFacts | None = None
-) -> int:
-    """Return how many bytes a trainer and its engines are over a GPU of `total` bytes; 0 or negative if they fit.
-
-    Each engine has `fraction` of the GPU. No margin is counted, because a user who sets the fraction has decided on the
-    margin.
-    """
-    return trainer_memory(config, facts, teacher).total + round(fraction * total) * config.engine.count - total
 
 
 def state_bytes(config: Config, facts: ModelFacts, *, on_gpu: bool = True) -> int:
@@ -137,8 +127,7 @@ def state_bytes(config: Config, facts: ModelFacts, *, on_gpu: bool = True) -> in
 def trained_parameters(lora: LoraConfig | None, facts: ModelFacts) -> int:
     """Return the number of trained parameters: all of the model's, or an adapter's.
 
-    An adapter has rank x (inputs + outputs) parameters for each matrix. Both sides are assumed to be as wide as the
-    model.
+    An adapter has rank x (inputs + outputs) parameters for each matrix. Both sides are assumed as wide as the model.
     """
     if lora is None:
         return facts.parameters
@@ -178,7 +167,7 @@ def _gathered(config: Config, facts: ModelFacts, copy: int) -> int:
     outer, layers = _outer(facts), max(1, facts.layers)
     layer = (facts.parameters - outer) // layers
     trained, training = trained_parameters(config.lora, facts), config.training
-    longest = min(config.engine.max_length or LONGEST_DEFAULT, facts.max_positions or LONGEST_DEFAULT)
+    longest = longest_sequence(config.engine.max_length, facts.max_positions)
     warm = config.warm_start.batch if config.warm_start.steps else 0
     sequences = max(config.buffer.groups * config.rollouts.group_size, warm)
     row_tokens = training.micro_batch_tokens * (training.ranks // training.tensor_parallel)
@@ -209,10 +198,7 @@ def _head(config: Config, facts: ModelFacts, copy: int, *, on_gpu: bool) -> int:
 
 
 def estimate(config: Config, facts: ModelFacts) -> dict[str, Any]:
-    """Estimate the memory of each process in bytes, the seconds per version on each side, and the slower side.
-
-    Each trainer rank is a process. What a rank offloads is counted as host memory.
-    """
+    """Estimate the memory of each process in bytes, the seconds per version on each side, and the slower side."""
     rollouts, engine = config.rollouts, config.engine
     answers = config.buffer.groups * rollouts.group_size * config.delivery.publish_every
     tokens = max(1.0, rollouts.max_tokens * FRACTION_OF_MAX)
@@ -221,7 +207,7 @@ def estimate(config: Config, facts: ModelFacts) -> dict[str, Any]:
     training = _training(config, facts, answers * (tokens + prompts))
     on_gpu = config.training.device == "cuda" or (config.training.device == "auto" and GPU_DRIVER.exists())
     served = facts.parameters * BYTES[config.model.dtype]
-    longest = min(engine.max_length or LONGEST_DEFAULT, facts.max_positions or LONGEST_DEFAULT)
+    longest = longest_sequence(engine.max_length, facts.max_positions)
     cache = engine.cache_tokens or engine.slots * min(longest, PROMPT_TOKENS + rollouts.max_tokens)
     return {
         "architecture": facts.architecture,

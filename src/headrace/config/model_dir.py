@@ -1,7 +1,5 @@
 """What is known about a model directory without loading the model: its completeness, size and context length."""
 
-from __future__ import annotations
-
 import json
 from math import prod
 from pathlib import Path

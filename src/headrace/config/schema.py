@@ -4,8 +4,6 @@ The TOML sections have the names of the stages. Unknown keys are errors. `tests/
 because adding a key is a feature and renaming a key breaks every user.
 """
 
-from __future__ import annotations
-
 import pkgutil
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints

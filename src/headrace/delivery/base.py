@@ -2,19 +2,33 @@
 
 Delivery knows neither trainers nor engines: it takes `(canonical name, tensor)` pairs on one side and gives them back
 on the other. This module does not import torch: the controller passes manifests on and never sees a weight.
+
+A manifest holds a canary, a fixed token sequence that the trainer and an engine must score alike under the same
+weights. A digest proves the bytes; the canary proves that the engine computes with them. How much the results of two
+programs may differ depends on dtype and device. If no tolerance is configured, an engine therefore calibrates its own
+from the error of the first version, whose bytes are already proved by digest.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Collection
 from typing import Literal
 
 import msgspec
+import numpy as np
 
+from headrace.errors import DeliveryError
 from headrace.types import NO_VERSION, POLICY, Float32Array, Int32Array
 
 Kind = Literal["full", "delta", "adapter"]
 """What a version carries. `full`: all weights. `delta`: only the words that changed since another version. `adapter`:
 the tensors of a LoRA adapter; the base weights are never sent."""
+Score = Callable[[Int32Array], Float32Array]
+"""A function that returns the log-probabilities of tokens 1..n, each given the tokens before it."""
+SMALLEST_TOLERANCE = 1e-3
+"""The smallest calibrated tolerance. Rounding errors of float32 stay well below it."""
+LARGEST_FIRST_ERROR = 0.5
+"""The largest error of the first version. A larger error means that the engine runs another model."""
+HEADROOM = 4.0
+"""How many times larger than the first error later errors may be."""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +48,7 @@ class Canary(msgspec.Struct, kw_only=True):
     token_ids: Int32Array
     logprobs: Float32Array
     tolerance: float | None = None
-    """The largest accepted error; None: each engine calibrates its own tolerance, see `delivery.canary`."""
+    """The largest accepted error; None: each engine calibrates its own, see `Tolerance`."""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,3 +109,61 @@ class Proof(msgspec.Struct, kw_only=True):
     stage_seconds: float = 0.0
     swap_seconds: float = 0.0
     """How long decoding was stopped: for the copy, the live digest and the canary; on a GPU only for the copy."""
+
+
+def some_names(names: Collection[str]) -> str:
+    """Return the first of these names, and the number of all others."""
+    return min(names) if len(names) == 1 else f"{min(names)} and {len(names) - 1} more"
+
+
+def canary_sequence(vocabulary: int, length: int) -> Int32Array:
+    """Return a fixed, arbitrary sequence of token ids, the same in every run of a model."""
+    return np.random.default_rng(0).integers(0, vocabulary, length, dtype=np.int32)
+
+
+def score_canary(version: int, token_ids: Int32Array, tolerance: float | None, score: Score) -> Canary:
+    """Score the canary of a version in the trainer; engines are compared with these log-probabilities.
+
+    Raises `DeliveryError` if the log-probabilities have the wrong shape or are not finite.
+    """
+    logprobs = np.asarray(score(token_ids), np.float32)
+    if logprobs.shape != (len(token_ids) - 1,):
+        raise DeliveryError(f"the canary of version {version} has log-probabilities of shape {logprobs.shape}")
+    if not np.isfinite(logprobs).all():
+        raise DeliveryError(f"the canary of version {version} has log-probabilities that are not finite")
+    return Canary(token_ids=token_ids, logprobs=logprobs, tolerance=tolerance)
+
+
+def canary_error(canary: Canary, logprobs: Float32Array) -> float:
+    """Return the mean absolute difference from the trainer's log-probabilities; infinite if they cannot be compared.
+
+    The mean is used because in 16 bits one unlikely token may be off by half a nat even under the right weights, while
+    wrong weights change all tokens.
+    """
+    scored = np.asarray(logprobs, np.float32)
+    if scored.shape != canary.logprobs.shape or not np.isfinite(scored).all():
+        return float("inf")
+    return float(np.abs(scored - canary.logprobs).mean()) if len(scored) else 0.0
+
+
+class Tolerance:
+    """One engine's limit for canary errors. It grows with the size of the log-probabilities, as rounding does."""
+
+    def __init__(self) -> None:
+        self._found: float | None = None
+        """The calibrated limit for log-probabilities of size 1."""
+
+    def of(self, canary: Canary) -> float:
+        """Return the limit for this version's canary."""
+        if canary.tolerance is not None:
+            return canary.tolerance
+        return LARGEST_FIRST_ERROR if self._found is None else max(SMALLEST_TOLERANCE, self._found * _size(canary))
+
+    def proved(self, canary: Canary, error: float) -> None:
+        """Record that a version was proved with this error; the first proved version calibrates the limit."""
+        if self._found is None:
+            self._found = HEADROOM * error / _size(canary)
+
+
+def _size(canary: Canary) -> float:
+    return max(1.0, float(np.abs(canary.logprobs).mean())) if len(canary.logprobs) else 1.0

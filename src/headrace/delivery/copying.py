@@ -3,8 +3,6 @@
 Every copy is exact, or cast exactly as torch casts. Tensors that cannot be cut into pieces are left to torch.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os
@@ -97,11 +95,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def all_on(device: torch.device, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether all tensors are on this device; a GPU device must have its index.
-
-    This is called before every copy, so it compares indices: making a `torch.device` for each of hundreds of tensors
-    takes longer than enqueuing the copy.
-    """
+    """Return whether all tensors are on this device; a GPU device must have its index."""
+    # Indices, because making hundreds of `torch.device`s takes longer than enqueuing a copy.
     index = -1 if device.type == "cpu" else device.index
     return set(map(torch.Tensor.get_device, tensors.values())) <= {index}
 

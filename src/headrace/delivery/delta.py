@@ -15,8 +15,6 @@ every field of a chunk before it uses it.
 A delta is made in host memory. It is unpacked there too, and a snapshot on a GPU is changed on the GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import struct
 import zlib
@@ -36,7 +34,6 @@ Words = NDArray[np.unsignedinteger[Any]]
 Bytes = NDArray[np.uint8]
 Positions = NDArray[np.int64]
 DTYPES: dict[int, np.dtype[np.unsignedinteger[Any]]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
-"""The numpy dtype of a word, by its size in bytes."""
 
 MAGIC = b"HRDL"
 FORMAT = 1
@@ -62,10 +59,7 @@ Result = TypeVar("Result")
 
 
 def word_bytes_of(entries: Iterable[Entry]) -> int:
-    """Return the word size that fits most bytes of a plan: 4 for elements of at least four bytes, else 2 or 1.
-
-    Every word size is lossless for every plan; this one makes a small delta.
-    """
+    """Return the word size of 1, 2 or 4 bytes that makes a small delta. Every word size is lossless for every plan."""
     nbytes = {1: 0, 2: 0, 4: 0}
     for entry in entries:
         nbytes[min(4, dtype_of(entry.dtype).itemsize)] += entry.nbytes

@@ -26,8 +26,6 @@ Which changes it detects:
 The digest protects against mistakes, not against an attacker. It costs one 32-bit multiplication per word.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -5,8 +5,6 @@ can share. Exactly one piece computes each sum, so together the pieces read ever
 for each set of addresses. It reads tensors by address and does not keep them alive: its caller must hold the tensors.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

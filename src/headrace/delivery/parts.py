@@ -71,10 +71,7 @@ def chunk(region: Region, dim: int, count: int, index: int) -> Region:
 
 
 def check_complete(held: Sequence[Mapping[str, Region]], shapes: Mapping[str, Shape]) -> None:
-    """Raise `DeliveryError` unless the parts hold every element of tensors of these shapes exactly once.
-
-    `held` has the regions of each part by name.
-    """
+    """Raise `DeliveryError` unless the regions of all parts, by name, cover every element exactly once."""
     for name, shape in shapes.items():
         found = [regions[name] for regions in held if name in regions]
         if any(a.overlaps(b) for a, b in itertools.combinations(found, 2)):
@@ -154,11 +151,6 @@ class TrainerRanks(NamedTuple):
     """A group of all ranks that works in host memory and is used for nothing else."""
     coordinate: Mapping[str, int]
     """The position of this rank in the grid of ranks, by axis."""
-
-    @property
-    def first(self) -> bool:
-        """Whether this is rank 0, which announces versions."""
-        return dist.get_rank(self.group) == 0
 
 
 class _Written(msgspec.Struct, frozen=True, kw_only=True):

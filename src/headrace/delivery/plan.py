@@ -4,8 +4,6 @@ Tensors are packed in the order of their names at aligned offsets. Trainer and e
 without agreeing on an order, and two plans with the same digest describe the same bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -20,8 +20,7 @@ import msgspec
 import numpy as np
 import torch
 
-from headrace.delivery.base import Kind, Manifest, Part
-from headrace.delivery.canary import Score, score_canary
+from headrace.delivery.base import Kind, Manifest, Part, Score, score_canary
 from headrace.delivery.delta import encode, word_bytes_of
 from headrace.delivery.digest import digest
 from headrace.delivery.parts import TrainerRanks, join_parts, owned_shards
@@ -66,12 +65,11 @@ class Publisher:
         self._sender = sender
         self._policy = policy
         self._ranks = ranks
-        self.announces = ranks is None or ranks.first
+        self.announces = ranks is None or torch.distributed.get_rank(ranks.group) == 0
         """Whether the versions of this publisher may be announced: False on all ranks of a trainer but rank 0."""
         self._dtype = dtype
         self._tolerance = tolerance
         self.canary_token_ids = np.asarray(canary_token_ids, np.int32)
-        """The token ids that are scored for every version."""
         self._send: Kind = send
         self._base_digest = base_digest
         self._deadline = deadline
@@ -151,10 +149,7 @@ class Publisher:
         return self._resending.submit(self._whole if self._snapshots else lambda same: same, manifest)
 
     def acknowledged(self, version: int) -> None:
-        """Record that no engine reads this version any more. Idempotent.
-
-        The place of the version becomes free once there is a newer version.
-        """
+        """Record that no engine reads this version any more. Its place is free once a newer one exists. Idempotent."""
         with self._lock:
             self._acknowledged.add(version)
             self._release()
@@ -220,10 +215,7 @@ class Publisher:
         return self._plan[1]
 
     def _digest_at_once(self, location: str, plan: PackingPlan, gpu: torch.device | None) -> torch.Tensor | None:
-        """Enqueue the digest directly after the copy, if a digest is prepared and the sender enqueues its copy.
-
-        Otherwise a GPU that several processes share could switch to another process between the copy and the digest.
-        """
+        """Enqueue a prepared digest right after an enqueued copy, so that no other process gets the GPU in between."""
         known = self._on_gpu.get(location)
         if not isinstance(self._sender, Enqueuing) or known is None or known[0] != plan.digest:
             return None
@@ -329,7 +321,6 @@ class _Snapshots(PlacedSender):
                 self._free.append(self._packed.pop(old))
 
     def close(self) -> None:
-        """Release all memory; a thread that waits for a snapshot gets a `DeliveryError`. Idempotent."""
         super().close()
         with self._lock:
             self._packed.clear()

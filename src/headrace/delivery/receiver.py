@@ -8,19 +8,16 @@ unproved weights a version.
 On a GPU only the copy interrupts decoding: `stage` and the live digest run on their own streams.
 """
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from headrace.delivery.base import Manifest, Proof
-from headrace.delivery.canary import Score, Tolerance, canary_error
+from headrace.delivery.base import Manifest, Proof, Score, Tolerance, canary_error, some_names
 from headrace.delivery.copying import all_on, copy_all
 from headrace.delivery.delta import apply
 from headrace.delivery.digest import GrowingDigest, digest
@@ -360,9 +357,9 @@ def _agreed_plan(manifest: Manifest, live: Mapping[str, torch.Tensor], known: Pa
         return known
     entries = {entry.name: entry for entry in manifest.entries}
     if missing := live.keys() - entries.keys():
-        raise DeliveryError(f"version {manifest.version} lacks {_some(missing)}")
+        raise DeliveryError(f"version {manifest.version} lacks {some_names(missing)}")
     if unknown := entries.keys() - live.keys():
-        raise DeliveryError(f"version {manifest.version} has {_some(unknown)}, which this engine does not know")
+        raise DeliveryError(f"version {manifest.version} has {some_names(unknown)}, which this engine does not know")
     for name, tensor in live.items():
         entry = entries[name]
         if entry.shape != tuple(tensor.shape):
@@ -387,8 +384,3 @@ def _check_casts(weights: Mapping[str, torch.Tensor], live: Mapping[str, torch.T
                     f"{name} is published as {dtype_name(tensor.dtype)} and loses precision as the engine's"
                     f" {dtype_name(target)}"
                 )
-
-
-def _some(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    return ordered[0] if len(ordered) == 1 else f"{ordered[0]} and {len(ordered) - 1} more"

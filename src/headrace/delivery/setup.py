@@ -4,8 +4,6 @@ A run cleans up before it starts and after it ends, so that nothing stays behind
 loaded until a sender is made.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -6,8 +6,6 @@ has proved. `tests/contract/test_engine.py` checks these rules on every implemen
 An engine of a user's own is named by `[engine] kind = "my_engine.py:MyEngine"`. `docs/extending.md` shows a small one.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Literal, Protocol
@@ -32,21 +30,14 @@ FinishReason = Literal["stop", "length", "aborted", "failed"]
 `stop`: a stop token or a stop sequence. `length`: the length limit. `aborted`: by `abort`; the partial completion is a
 normal answer. `failed`: by an error, which is in `Delta.error`.
 """
-
-
 KEPT_LIMIT = 1024
 """With `Sampling.record_kept`, a token is drawn from at most this many of the best tokens."""
-
-
 FORBIDDEN_LIMIT = 32
 """The largest number of tokens that a request may forbid."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are drawn.
-
-    The noise of a token depends only on (seed, position), never on other sequences in the decode batch.
-    """
+    """How tokens are drawn. The noise of a token depends only on (seed, position), never on other sequences."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -68,10 +59,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, kw_only=True):
-    """One sequence to continue.
-
-    A partial completion is resumed by a new request. The prompt of the new request includes the tokens sampled so far.
-    """
+    """One sequence to continue. To resume a partial completion, send a new request whose prompt includes its tokens."""
 
     id: str
     token_ids: Int32Array
@@ -104,20 +92,15 @@ class Delta(msgspec.Struct, kw_only=True):
 
 
 class Sampler(Protocol):
-    """An object that answers requests: one engine or a pool of engines.
-
-    Its methods may be called concurrently, but only from one event loop.
-    """
+    """Answers requests: one engine or a pool. Its methods may be called concurrently, but only from one event loop."""
 
     name: str
 
     def generate(self, request: Request) -> AsyncIterator[Delta]:
         """Yield the deltas of a request. The last delta has `finish` set. Closing the iterator early aborts it."""
-        ...
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:
         """End these requests now (all requests if None). Each yields a last delta with `finish = "aborted"`."""
-        ...
 
     async def fork(self, request_id: str, at: int, n: int) -> list[Request]:
         """Return `n` requests that continue a running request after its first `at` tokens (prompt included).
@@ -126,15 +109,12 @@ class Sampler(Protocol):
         running request itself continues. Raises a `HeadraceError` of one line if the request is not running, or has
         fewer than `at` tokens.
         """
-        ...
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
         """Return untempered log-probabilities of tokens 1..n given their prefix, under the live weights ([n - 1])."""
-        ...
 
     async def close(self) -> None:
         """End all running requests and free all resources. Idempotent."""
-        ...
 
 
 class Engine(Sampler, Protocol):
@@ -146,7 +126,6 @@ class Engine(Sampler, Protocol):
         Weights that are rejected before the swap change nothing. If the live weights turn out wrong, the engine is in
         quarantine until a later version is proved.
         """
-        ...
 
 
 class Counters(msgspec.Struct, kw_only=True):

@@ -13,8 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from headrace.delivery.base import Manifest, Proof
-from headrace.delivery.canary import canary_error
+from headrace.delivery.base import Manifest, Proof, canary_error
 from headrace.engines.base import Counters, Delta, FinishReason, Interrupt, Request, failed_delta, token_delta
 from headrace.engines.fake_policy import FakeDraw, FakePolicy
 from headrace.engines.requests import first_stop, fork_requests, sampling_refusal

@@ -5,8 +5,6 @@ canaries agree with each other, and a token is a pure function of (seed, positio
 the same rules as in the embedded engine's sampler: from the same logits both draw the same token.
 """
 
-from __future__ import annotations
-
 import hashlib
 from functools import lru_cache
 from typing import NamedTuple

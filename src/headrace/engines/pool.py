@@ -5,8 +5,6 @@ gets no new requests while it is away, in quarantine, or behind the version that
 is lost, its requests end as aborted, so that they can be resumed from their prefix on another engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -74,10 +72,7 @@ class EnginePool:
         return len(self._unplaced)
 
     def lose(self, name: str, reason: str) -> None:
-        """Mark an engine as lost.
-
-        Its requests end as aborted. It gets no new requests until it is back and has proved its weights.
-        """
+        """Mark an engine as lost. Its requests end as aborted. It gets no new ones until it has proved its weights."""
         self._away[name] = reason
         self._lives[name] += 1
         self._proved[name] = NO_VERSION

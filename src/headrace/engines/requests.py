@@ -6,8 +6,6 @@ A fork is an ordinary request that continues a running request from one of its t
 depends only on the request, its tokens and the position. So asking twice for the same fork gives the same requests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -17,6 +15,7 @@ import numpy.typing as npt
 
 from headrace.engines.base import FORBIDDEN_LIMIT, Request, Sampling
 from headrace.errors import UserError
+from headrace.types import splitmix64
 
 _MASK = (1 << 64) - 1
 
@@ -110,12 +109,4 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.f
     seed = np.array([s & _MASK for s in seeds], np.uint64)
     position = np.array(positions, np.uint64)
     # 52 bits: the largest number is far enough below 1 that its product with a mass is less than the mass.
-    return (_mix(_mix(seed) ^ position) >> np.uint64(12)).astype(np.float64) * 2.0**-52
-
-
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finalizer of SplitMix64: every input bit changes every output bit with probability 1/2."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    return (splitmix64(splitmix64(seed) ^ position) >> np.uint64(12)).astype(np.float64) * 2.0**-52

@@ -7,8 +7,6 @@ not depend on the speed of the caller. A request id is open at most once. Its it
 or with an error. Nothing is sent to an engine that is lost.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 
@@ -73,10 +71,7 @@ class StreamedEngine:
                 stream.put_nowait(delta)
 
     def lost(self, reason: str) -> None:
-        """Mark the engine as lost.
-
-        Open requests end as failed after the deltas that were already delivered. New requests fail at once.
-        """
+        """Mark the engine as lost. Open requests fail after the deltas that were delivered, new requests at once."""
         self._death = reason
         self._outbox.clear()
         for request_id, stream in self._open.items():

@@ -15,12 +15,12 @@ import msgspec
 
 from headrace.channel.worker_link import WorkerLink
 from headrace.config import Config
-from headrace.config.memory import LONGEST_DEFAULT
+from headrace.config.memory import longest_sequence
 from headrace.config.model_dir import model_facts
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.transports.tcp_wire import KEYS
 from headrace.engines.base import Request
-from headrace.engines.event_loop import EventLoopServer, Opened
+from headrace.engines.serving import EventLoopServer, Opened
 from headrace.errors import ConfigError, UserError
 from headrace.reference import call_factory, import_function
 from headrace.types import Float32Array, Int32Array
@@ -127,7 +127,7 @@ async def _opened(factory: Callable[[EngineContext], Any], link: WorkerLink, con
         name=link.name,
         config=config,
         model_path=Path(config.model.path),
-        max_length=min(config.engine.max_length or LONGEST_DEFAULT, model.max_positions or LONGEST_DEFAULT),
+        max_length=longest_sequence(config.engine.max_length, model.max_positions),
         keys=link.run_dir / KEYS,
     )
     kind = f"[engine] kind = {config.engine.kind!r}"

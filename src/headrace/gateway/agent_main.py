@@ -6,8 +6,6 @@ its reward: a number, or a dict with "reward" and further numbers. A function th
 command always posts it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect

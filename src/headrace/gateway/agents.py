@@ -5,8 +5,6 @@ of them exceeds its time, the worker gets no new agents. Once its other agents h
 with everything that it started, and a new worker replaces it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn

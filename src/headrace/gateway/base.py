@@ -10,8 +10,6 @@ A client's error is an `ApiError`, which the client receives as OpenAI's JSON. N
 run.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol

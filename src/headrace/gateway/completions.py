@@ -5,8 +5,6 @@ client asks for another distribution, the run's output says so once. A turn is r
 read it: a streamed one even if it breaks off, others when they are complete.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable

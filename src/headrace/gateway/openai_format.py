@@ -10,8 +10,6 @@ Function calls are read as many models write them: `<tool_call>{"name": ..., "ar
 cannot be read as a call stays text, for the agent to judge. Nothing is repaired.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 import time

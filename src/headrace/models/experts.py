@@ -4,8 +4,6 @@ The record is the very index tensor that the products are computed with, so the 
 Recording does not wait for the host, so it also works inside a compiled layer and a captured graph.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,8 +29,7 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_exp
 _TRAINED_IN_FULL = ".modules_to_save."
 _MOST_EXPERTS = torch.iinfo(torch.int16).max
 _BLOCK = 8
-"""How many experts are computed at once when every expert is computed. The number does not depend on the pass, as
-compiled layers require."""
+"""How many experts are computed at once when all are. It is constant, as compiled layers require."""
 
 
 @dataclass(frozen=True)
@@ -112,15 +109,12 @@ def routing_shape(model: Any) -> RoutingShape | None:
 
 
 def experts_modules(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the modules that transformers dispatches through its experts interface, by path, in the order of a record.
-
-    Experts that peft trains in full exist twice; only the original is returned.
-    """
+    """Return the modules that transformers dispatches through its experts interface, by path, in a record's order."""
     return {
         path: module
         for path, module in model.named_modules()
         if all(name in vars(module) for name in _DISPATCHED) and hasattr(module, "down_proj")
-        if _TRAINED_IN_FULL not in path
+        if _TRAINED_IN_FULL not in path  # peft keeps the original beside experts that it trains in full
     }
 
 
@@ -194,8 +188,7 @@ def _grouped(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: to
     if module.has_bias:
         outer = outer + module.down_proj_bias[expert.int()]
     outer = _normed(module, outer) * weights.reshape(-1)[order, None]
-    # The results go back to the order of tokens, where the sum over a token's experts has a fixed order too. There are
-    # no atomic additions.
+    # The results go back to the order of tokens, where the sum over a token's experts has a fixed order.
     back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     return outer[back].view(tokens, per_token, outer.shape[-1]).sum(1)
 

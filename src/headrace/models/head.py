@@ -9,8 +9,6 @@ matrices multiply into float32, so a bias, scale or cap that follows is computed
 matrix is added up in float32 over all chunks of a row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -116,10 +114,7 @@ def _wide(layer: torch.nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 class _Gradient(torch.autograd.Function):
-    """Makes the stand-in for a matrix: a float32 tensor of the same shape that takes no memory.
-
-    Autograd adds up the stand-in's gradients in float32. Then `backward` casts their sum to the dtype of the matrix.
-    """
+    """Makes the stand-in for a matrix: a float32 tensor of the same shape that takes no memory. See `_wide`."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:

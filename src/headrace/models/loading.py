@@ -1,7 +1,5 @@
 """Loading of a model directory: with its weights, or from its config alone with random weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.config.model_dir import check_model_dir
-from headrace.errors import ModelError
+from headrace.errors import ModelError, UserError
 from headrace.models.attention import ATTENTION
 
 
@@ -36,22 +34,23 @@ def load_model(
                 path, dtype=getattr(torch, dtype), attn_implementation=ATTENTION
             )
     except (ValueError, KeyError, OSError) as error:
-        raise ModelError(f"{path} cannot be loaded as a causal language model: {_first_line(error)}") from error
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        if isinstance(error, KeyError) and error.args == (ATTENTION,):
+            reason = "it does not use transformers' attention interface"
+        raise ModelError(f"{path} cannot be loaded as a causal language model: {reason}") from error
     return model.to(device).eval()
 
 
-def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the weights that are published and swapped: every parameter once, by canonical name.
+def choose_device(wanted: str, section: str) -> str:
+    """Return the torch device for the value of `device` in this section of the configuration."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError(f'[{section}] device = "cuda", but torch finds no GPU here')
+    return ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
 
-    Tied parameters are under their first name. Persistent buffers, if the model has any, are included.
-    """
+
+def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return what is published and swapped: every parameter once, under its first name, and persistent buffers."""
     found: dict[str, torch.Tensor] = {name: p.detach() for name, p in model.named_parameters()}
     persistent = model.state_dict().keys()
     found |= {name: b.detach() for name, b in model.named_buffers() if name in persistent and name not in found}
     return found
-
-
-def _first_line(error: Exception) -> str:
-    if isinstance(error, KeyError) and error.args == (ATTENTION,):
-        return "it does not use transformers' attention interface"
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -5,11 +5,8 @@ those of NF4, which are equally likely for normally distributed weights. Roundin
 alone. So trainer and engines hold the same numbers, the trainer in 4 bits and the engines dense.
 
 Inside `rounded`, every module computes with its own parameters rounded to a dtype and back, one module at a time, so
-there is no second copy of the weights. When the pass of the module ends, its parameters are restored, also after an
-error. The trainer uses `rounded` to compute what an engine with such weights computes.
+there is no second copy of the weights. The trainer thus computes what an engine with such weights computes.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -77,8 +74,7 @@ class FourBitLinear(nn.Linear):
         return output
 
 
-# The operation is opaque to the compiler. A compiler would see the same weight in both passes and keep it in memory
-# from the first to the second.
+# The operation is opaque to the compiler, which would keep the weight in memory from one pass to the other.
 @torch.library.custom_op("headrace::four_bit_linear", mutates_args=())
 def _linear(
     hidden: torch.Tensor,
@@ -147,7 +143,6 @@ def _pairs(device: torch.device) -> torch.Tensor:
 def _unpacked(
     packed: torch.Tensor, scales: torch.Tensor, shape: Sequence[int], pairs: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the weights in float32."""
     table = _pairs(packed.device) if pairs is None else pairs.view(torch.float32)
     values = table.index_select(0, packed.int()).view(-1, BLOCK) * scales.view(torch.float32)[:, None]
     rows, columns = shape

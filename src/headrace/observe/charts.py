@@ -5,8 +5,6 @@ stands for a number carries the number as a `<title>`, which browsers show on ho
 one span at a time, so a timeline of hours needs only the memory of its picture.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -122,11 +120,7 @@ def line_chart(
     y_range: Point | None = None,
     from_zero: bool = False,
 ) -> str:
-    """Draw lines over shared axes.
-
-    With `from_zero` the y axis begins at 0, whatever `y_range` says. Use it for quantities that are never negative, so
-    that a change is seen in proportion to the whole.
-    """
+    """Draw lines over shared axes. With `from_zero` the y axis begins at 0, whatever `y_range` says."""
     points = [point for line in series for point in line.points]
     low, high = y_range or _span([y for _, y in points])
     x_range = _span([x for x, _ in points], pad=0.0)
@@ -151,8 +145,7 @@ def _hit(series: Series, frame: _Frame, points: list[Point], index: int) -> str:
         f'<rect x="{before:.1f}" y="{frame.top}" width="{after - before:.1f}" height="{frame.bottom - frame.top}"/>'
     )
     if series.dots:
-        # Lines with dots often cross, and the column of one line would cover the dots of another. So only a disc around
-        # each dot reacts to the pointer.
+        # Lines with dots often cross: columns would cover dots of other lines, so only a disc around each dot reacts.
         column = f'<circle class="target" cx="{x:.1f}" cy="{y:.1f}" r="9"/>'
     tip = f"{series.label} at {tick_label(points[index][0])}: {points[index][1]:.4g}"
     kind = "hit shown" if series.dots or len(points) <= FEW else "hit"
@@ -267,10 +260,7 @@ class TimelineActivity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_activity(path: Path, window: tuple[float, float] | None = None) -> TimelineActivity | None:
-    """Reduce a timeline; None if it is empty. Every span in `window` is kept.
-
-    `window` is in seconds since the start of the run. By default it lies around the middle of the run.
-    """
+    """Reduce a timeline; None if it is empty. Spans in `window` are kept, by default around the middle of the run."""
     seconds = max((span.end for _, span in read_timeline(path)), default=0.0)
     if seconds <= 0:
         return None

@@ -1,4 +1,4 @@
-"""The log `metrics.jsonl`, append-only with one JSON object per line, and the trackers that follow it.
+"""The log `metrics.jsonl`, append-only with one JSON object per line, the trackers that follow it, and length drift.
 
 A record is given to the operating system as soon as it is written, so a killed process loses no earlier record. There
 is no fsync, so a power failure may lose the last records. A process that is killed during a write may leave half a
@@ -9,12 +9,12 @@ the user. One thread that nothing else uses calls it, so it may wait for a netwo
 too far behind, is switched off with one note, and the run continues.
 """
 
-from __future__ import annotations
-
+import math
 import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from headrace.errors import UserError
 from headrace.reference import describe, import_function
@@ -33,6 +34,14 @@ POLL_SECONDS = 1.0
 CLOSE_SECONDS = 10.0
 """Seconds that a tracker has for the remaining records when the run ends."""
 
+MEMORY = 2048
+"""The number of latest rollouts of each kind that are compared."""
+FEWEST = 256
+"""With fewer rollouts than this of either kind, nothing is reported."""
+TOLERANCE = 0.1
+CRITICAL = 1.95
+"""This factor times sqrt(1/n + 1/m) is a distance that equal distributions exceed once in a thousand times."""
+
 Record = Mapping[str, Any]
 
 
@@ -41,15 +50,12 @@ class Tracker(Protocol):
 
     def start(self, run: str, config: Mapping[str, Any]) -> None:
         """Start or resume the run of this name. `config` is the whole configuration as dictionaries."""
-        ...
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Take one record, as in a line of `metrics.jsonl`: `time`, `kind` ("step", "version", ...) and its fields."""
-        ...
 
     def close(self) -> None:
         """End the run, whether it succeeded or failed. No call comes after this one."""
-        ...
 
 
 class Trackers:
@@ -173,11 +179,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def describe_end(group: Group, outcome: str, version: int, republished: Sequence[int] = ()) -> dict[str, Any]:
-    """Describe how a group ended, as a record: the length of its answers, the difficulty of its prompt, and its age.
-
-    A version that was published again makes no group older.
-    """
+def describe_end(group: Group, outcome: str, version: int, republished: Sequence[int]) -> dict[str, Any]:
+    """Describe how a group ended, as a record: the length of its answers, the difficulty of its prompt, and its age."""
     usable = group.usable
     rewards = [rollout.reward for rollout in usable if rollout.reward is not None]
     oldest = [trace.oldest_version for rollout in usable for trace in rollout.traces if trace.trained.any()]
@@ -194,6 +197,47 @@ def describe_end(group: Group, outcome: str, version: int, republished: Sequence
         "age": behind(group.version),
         "lag": behind(min(oldest)) if oldest else None,
     }
+
+
+def ks_distance(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64]) -> float:
+    """Return the largest difference between the two empirical distribution functions."""
+    both = np.union1d(first, second)
+    cumulative = [np.searchsorted(np.sort(sample), both, side="right") / len(sample) for sample in (first, second)]
+    return float(np.abs(cumulative[0] - cumulative[1]).max())
+
+
+class LengthDrift:
+    """The latest lengths of generated and of trained rollouts: dropping or filtering may favour short ones.
+
+    A warning needs a Kolmogorov-Smirnov distance that chance does not explain.
+    """
+
+    def __init__(self) -> None:
+        self.generated: deque[int] = deque(maxlen=MEMORY)
+        """The lengths of rollouts that have ended, whether they are trained later or not."""
+        self.trained: deque[int] = deque(maxlen=MEMORY)
+        self._warned = False
+
+    def distance(self) -> float | None:
+        """Return the distance between the two samples; None until both are large enough."""
+        if min(len(self.generated), len(self.trained)) < FEWEST:
+            return None
+        return ks_distance(np.array(self.generated, np.int64), np.array(self.trained, np.int64))
+
+    def warning(self) -> str | None:
+        """Return a line when the distance becomes too large; it is repeated only after the distance was small."""
+        distance = self.distance()
+        if distance is None:
+            return None
+        chance = CRITICAL * math.sqrt(1 / len(self.generated) + 1 / len(self.trained))
+        before, self._warned = self._warned, distance > max(TOLERANCE, chance)
+        if before or not self._warned:
+            return None
+        means = [sum(lengths) / len(lengths) for lengths in (self.trained, self.generated)]
+        return (
+            f"trained answers are not like the generated ones: mean length {means[0]:.1f} against {means[1]:.1f} "
+            f"(Kolmogorov-Smirnov distance {distance:.2f}); something drops or filters by length"
+        )
 
 
 def _plain(value: Any) -> Any:

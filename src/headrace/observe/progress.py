@@ -1,12 +1,8 @@
 """The progress display of a run: a live panel, plain lines, or nothing. It takes almost no CPU time.
 
-All three displays take the same snapshots, and never ask the pipeline anything: the controller fills a snapshot at each
-tick and hands it over. Rates follow from several snapshots. The cores of the machine belong to engines and trainers, so
-a display draws at most a few times a second, however often it is updated. No display has a thread of its own, so it
-costs nothing while nobody updates it, and cannot slow an engine down.
+The controller fills a snapshot at each tick and hands it over. The cores of the machine belong to engines and trainers,
+so a display draws at most a few times a second, however often it is updated, and has no thread of its own.
 """
-
-from __future__ import annotations
 
 import time
 from collections import deque
@@ -81,8 +77,7 @@ class SlidingRate:
         if points and total < points[-1][1]:
             points.clear()  # The run was resumed, so a new window starts.
         points.append((time, total))
-        # The oldest point kept lies at or just before the start of the window, so that the rate always spans a whole
-        # window.
+        # The oldest point kept lies at or just before the start of the window, so the rate spans a whole window.
         while len(points) > 2 and points[1][0] <= time - self._window:
             points.popleft()
         first, low = points[0]
@@ -97,9 +92,7 @@ class Rates:
 
     def __init__(self) -> None:
         self.generated: float | None = None
-        """The sampled tokens per second."""
         self.trained: float | None = None
-        """The trained tokens per second."""
         self.seconds_left: float | None = None
         """The seconds until the last version, at the rate of the last minutes."""
         self._generated = SlidingRate(self.TOKEN_WINDOW)
@@ -191,9 +184,8 @@ def _plain_line(snapshot: RunSnapshot, rates: Rates) -> str:
     parts = [] if snapshot.phase == "training" else [snapshot.phase]
     if snapshot.versions_total:
         parts.append(f"version {snapshot.version}/{snapshot.versions_total}")
-    if snapshot.reward_mean is not None or snapshot.reward is not None:
-        reward = snapshot.reward_mean if snapshot.reward_mean is not None else snapshot.reward
-        parts.append(f"reward {reward:.3f}")
+    if snapshot.reward_mean is not None:
+        parts.append(f"reward {snapshot.reward_mean:.3f}")
     if snapshot.heldout is not None:
         parts.append(f"held-out {snapshot.heldout:.3f}")
     if rates.generated:

@@ -3,8 +3,6 @@
 The fields of a record are the columns of its table (`buffer/schema.sql`), in the order in which users see them.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 

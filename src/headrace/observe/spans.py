@@ -7,10 +7,8 @@ long step is never reported late.
 The journal uses wall time. A `RunClock` alone converts between the two. It is read once, at the start of the
 controller, so a change of the wall clock never distorts a timeline.
 
-`Activity` says how busy each process is and how fast it generates, from heartbeat to heartbeat. Every second is counted
-once. `Timeline` writes the spans of every process to timeline.json, as Chrome trace events for https://ui.perfetto.dev.
-The file is a JSON array with one event per line. A run that was killed leaves an array without its closing bracket,
-which the format allows, so Perfetto and `read_timeline` still load the file. A resumed run continues the file.
+timeline.json holds Chrome trace events for https://ui.perfetto.dev: a JSON array with one event per line. A run that
+was killed leaves an array without its closing bracket, which the format allows. A resumed run continues the file.
 """
 
 from __future__ import annotations
@@ -44,7 +42,6 @@ class RunClock(msgspec.Struct, frozen=True):
     wall: float
     """The wall time in seconds since 1970."""
     monotonic: float
-    """The monotonic time, in seconds of `time.monotonic`."""
 
     @classmethod
     def now(cls) -> RunClock:
@@ -54,10 +51,6 @@ class RunClock(msgspec.Struct, frozen=True):
     def to_wall(self, monotonic: float) -> float:
         """Return the wall time of a monotonic moment."""
         return self.wall + (monotonic - self.monotonic)
-
-    def to_monotonic(self, wall: float) -> float:
-        """Return the monotonic moment of a wall time."""
-        return self.monotonic + (wall - self.wall)
 
 
 class SpanRecorder:
@@ -162,7 +155,7 @@ class Timeline:
             started = clock.wall
             first = {"ph": "i", "s": "g", "name": STARTED, "cat": "run", "ts": 0, "pid": 0, "tid": 0}
             self._write([first | {"args": {"time": started}}])
-        self._origin = clock.to_monotonic(started)
+        self._origin = clock.monotonic + (started - clock.wall)
         """The monotonic time of the run's start."""
 
     def add(self, process: str, spans: Sequence[TimeSpan]) -> None:

@@ -1,7 +1,5 @@
 """A run's summary and its two ledgers, group attempts and rollouts, in words; and the formats of their numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

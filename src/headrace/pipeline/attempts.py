@@ -1,7 +1,6 @@
 """The attempts (one group each): which attempt is next, which can no longer be trained, and how each one ends.
 
-Every attempt that was started either reaches the window exactly once, as a complete group, or leaves it exactly once
-with a reason in the ledger.
+Every attempt that was started reaches the window once, as a complete group, or leaves it once, with a reason.
 
     next ─▶ started ─▶ (sweep: too old, surplus) ─▶ ended ─▶ the window (◀─ taken up from a previous process)
       ▲                                               │
@@ -10,8 +9,6 @@ with a reason in the ledger.
 Each token of a running rollout is journalled once, a fraction of a second after its sampling (`save`). A run that dies
 loses no more than the tokens of that time, and the resumed run continues from the saved tokens.
 """
-
-from __future__ import annotations
 
 import asyncio
 from collections import deque

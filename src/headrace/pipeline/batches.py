@@ -3,8 +3,6 @@
 A batch is a function of the configuration, the step and the recorded groups alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -51,10 +49,7 @@ def make_batch(
 
 
 def shuffle_rewards(groups: Sequence[Group], seed: int, step: int) -> list[Group]:
-    """Return the same groups, with the rewards of all rollouts permuted at random over the whole batch.
-
-    This is a control experiment: such rewards say nothing about the answers that get them.
-    """
+    """Return the same groups, with the rewards of all rollouts permuted at random over the batch, as a control."""
     rewards = np.array([rollout.reward for group in groups for rollout in group.usable], np.float64)
     shuffled = iter(np.random.default_rng([seed, step]).permutation(rewards).tolist())
     return [

@@ -19,8 +19,6 @@ Every wait is registered in `waits`. If nothing makes progress for `[pipeline] s
 run with a line that says who waits for whom. `recovery` describes what happens when a process dies.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time
@@ -34,17 +32,16 @@ from headrace.channel.heartbeats import Heartbeat
 from headrace.engines.serving import Deltas
 from headrace.pipeline.attempts import INTERRUPTED, SURPLUS, Attempts
 from headrace.pipeline.batches import make_batch, warm_start_batches
-from headrace.pipeline.deliveries import Deliveries, VersionProved
 from headrace.pipeline.episodes import Episodes, Evaluations
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recovery import Recovery
-from headrace.pipeline.steps import StepRequest, Steps
-from headrace.pipeline.versions import Versions
+from headrace.pipeline.steps import Steps
+from headrace.pipeline.versions import Deliveries, VersionProved, Versions
 from headrace.pipeline.waits import EngineWatch, Status
 from headrace.rollouts.base import AnyEpisode
 from headrace.rollouts.groups import prepare_group, run_group
 from headrace.training.base import Checkpoint
-from headrace.training.remote import Published, Saved
+from headrace.training.remote import Published, Saved, Train
 from headrace.types import NO_VERSION, Group
 
 BATCHES_AT_TRAINER = 2
@@ -97,10 +94,7 @@ class Controller:
     # ---- the phases of a run
 
     async def begin(self) -> None:
-        """Make the warm start (if there is no checkpoint), then publish and evaluate the first version.
-
-        A resumed run first trains again, from the journal, the steps that were trained after its checkpoint.
-        """
+        """Make the warm start or train again what followed the checkpoint; publish and evaluate the first version."""
         if not self.parts.checkpoint.found:
             await self._warm_start()
         await self.recovery.train_again()
@@ -298,16 +292,16 @@ class Controller:
         self.recorder.step_ended(batch, groups, report)
         self.waits.moved()
 
-    def _order(self, groups: list[Group], batches: int) -> StepRequest:
+    def _order(self, groups: list[Group], batches: int) -> Train:
         """Make the request for a step. This happens when the step's turn comes: version ids are known only then."""
         step, version = self.parts.first_step + batches, self.window.version_of(batches - 1)
         batch = make_batch(self.config, groups, step=step, version=version, republished=tuple(self.window.republished))
         if batches % self.config.delivery.publish_every:
-            return StepRequest(batch, parent=version)
+            return Train(batch=batch, parent=version)
         made, every = version + 1, self.config.training.checkpoint_every
         count = self.parts.versions_done + made - self.window.version_of(0)
         save = bool(every) and count % every == 0 and made < self.last_version
-        return StepRequest(batch, publish=made, parent=version, save=save)
+        return Train(batch=batch, publish=made, parent=version, save=save)
 
     # ---- DELIVER
 

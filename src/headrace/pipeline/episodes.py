@@ -2,11 +2,8 @@
 
 Training and held-out prompts share one task, one chat format and one pool.
 
-The seed of a rollout depends only on (run seed, group, index), so the same attempt samples the same noise wherever and
-whenever it runs.
+The seed of a rollout depends only on (run seed, group, index), so the same attempt always samples the same noise.
 """
-
-from __future__ import annotations
 
 import asyncio
 import math
@@ -112,11 +109,7 @@ class Episodes:
 
 
 class Evaluations:
-    """The schedule of evaluations: when held-out prompts are answered, and how many at the same time.
-
-    An evaluation is of one version; one runs at a time. During training an evaluation uses a part of the engines'
-    slots. A synchronous run evaluates between two versions, so the evaluation uses all slots.
-    """
+    """The schedule of evaluations, each of one version. One runs at a time, in training on a part of the slots."""
 
     def __init__(self, parts: Parts, episodes: Episodes) -> None:
         self._parts = parts

@@ -5,8 +5,6 @@ Functions that the controller uses (an advantage, a launcher, trackers) are impo
 transport or an engine, which only workers use and which may need torch, are found or read but not run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

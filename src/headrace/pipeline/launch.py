@@ -1,13 +1,9 @@
 """This module starts or resumes a run, and runs it to its summary.
 
-The command line and the Python API both call `start_run` and `resume_run`. The run ends in order, or with one line that
-says why it failed.
-
 However the run ends, no process and no shared-memory segment stays behind, the journal is closed with its ledgers
 balanced, and `summary.json` and `report.html` are written from the journal.
 
-On the controller's side, only this file and `inputs` know concrete classes; on the workers' side, only
-`cluster.worker_main`.
+Only this file, `inputs` and, on the workers' side, `cluster.worker_main` know concrete classes.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ from headrace.cluster.launchers.local import make_launcher
 from headrace.cluster.mps import Mps, sweep_daemons
 from headrace.cluster.supervision import Fleet
 from headrace.config import Config, dump_config, with_settings
-from headrace.config.memory import LONGEST_DEFAULT
+from headrace.config.memory import longest_sequence
 from headrace.config.model_dir import model_facts
 from headrace.delivery.setup import clean, prepare
 from headrace.engines.pool import EnginePool
@@ -45,9 +41,9 @@ from headrace.pipeline.controller import Controller
 from headrace.pipeline.inputs import ReadyTask, check_inputs
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Outputs
-from headrace.pipeline.waits import Waits, write_status
+from headrace.pipeline.waits import Waits
 from headrace.review.summary import write_report, write_summary
-from headrace.run_dir import RunDir
+from headrace.run_dir import RunDir, write_whole
 from headrace.scoring.base import Scorer
 from headrace.tasks.chat import ChatFormat
 from headrace.training.base import Checkpoint
@@ -190,7 +186,6 @@ class RunSession:
                 watcher.cancel()
 
     def _assemble(self, workers: Workers, waits: Waits) -> Controller:
-        """Make the controller and the gateway of a run whose workers are ready."""
         config, run_dir, task = self.config, self.run_dir, self._task.task
         checkpoint, clock = Checkpoint.of(workers.fleet.facts(TRAINER)), RunClock.now()
         journal = self._journal(run_dir.journal, keep_rollouts=config.observe.keep_rollouts)
@@ -237,7 +232,6 @@ class RunSession:
         return Controller(parts)
 
     def _make_gateway(self, pool: EnginePool) -> Gateway | None:
-        """Make the gateway if the configuration asks for one."""
         config, task = self.config, self._task.task
         own = task if isinstance(task, AgentTask) else None
         if own is None and not config.gateway.serve:
@@ -245,7 +239,7 @@ class RunSession:
         # The gateway's HTTP library is loaded only when it is used.
         from headrace.gateway.gateway import KEY_VARIABLE, Gateway
 
-        positions = model_facts(Path(config.model.path), config.model.weights).max_positions or LONGEST_DEFAULT
+        positions = model_facts(Path(config.model.path), config.model.weights).max_positions
         return Gateway(
             pool,
             self._chat,
@@ -253,7 +247,7 @@ class RunSession:
             bind=config.gateway.bind,
             port=config.gateway.port,
             key=os.environ.get(KEY_VARIABLE),
-            max_length=min(config.engine.max_length or LONGEST_DEFAULT, positions),
+            max_length=longest_sequence(config.engine.max_length, positions),
             max_tokens=config.rollouts.max_tokens,
             max_turns=config.rollouts.max_turns,
             stop_token_ids=tuple(self._chat.token_id(token) for token in config.rollouts.stop),
@@ -283,7 +277,7 @@ class RunSession:
                 self.progress.note(f"{name} has requests and sent no token for {limit / 2:g} s: it is ended")
                 watch.forget(name)
                 fleet.kill(name)
-            write_status(self.run_dir, controller.status(fleet.phases))
+            write_whole(self.run_dir.status, msgspec.json.encode(controller.status(fleet.phases)))
             controller.waits.check(limit)
 
     @contextlib.contextmanager
@@ -325,8 +319,7 @@ def start_run(
 ) -> RunSession:
     """Start a new run. A user's mistake that shows before the first version is served leaves no run directory behind.
 
-    `reward` replaces the configured reward function. `prompts` holds JSON lines to write into the run directory, as
-    `prompts.jsonl`.
+    `reward` replaces the configured reward function. `prompts` holds JSON lines for `prompts.jsonl` of the run.
     """
     run_dir = RunDir.create(config)
     session = None
@@ -344,11 +337,8 @@ def start_run(
         raise
 
 
-def resume_run(path: str | Path, progress: Progress, settings: Iterable[str] = ()) -> RunSession:
-    """Continue a run from its newest checkpoint. `settings` change its configuration; the changes are shown.
-
-    The changed configuration is kept once every process has started with it.
-    """
+def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) -> RunSession:
+    """Continue a run from its newest checkpoint. `settings` change its configuration; the changes are shown."""
     run_dir, before = RunDir.open(path)
     if not run_dir.journal.is_file():
         raise UserError(f"{path}: nothing to resume (it has no journal.db)")

@@ -1,7 +1,5 @@
 """The parts of a run that the controller is given, real, simulated or in a test, each behind its protocol."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, field

@@ -3,8 +3,6 @@
 The ledgers are checked while they are written: a group or rollout that would end twice, or never, raises an error here.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter
@@ -14,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from headrace.buffer.journal import Journal, Recovered
@@ -21,8 +20,7 @@ from headrace.buffer.ledger import Ledgers
 from headrace.buffer.window import Window
 from headrace.channel.heartbeats import Heartbeat
 from headrace.delivery.base import Manifest, Proof
-from headrace.observe.drift import LengthDrift
-from headrace.observe.metrics import MetricsLog, describe_end
+from headrace.observe.metrics import LengthDrift, MetricsLog, describe_end
 from headrace.observe.progress import ProcessActivity, Progress, RunSnapshot
 from headrace.observe.records import DeliveryRecord, EvaluationRecord, SampleRecord, StepRecord
 from headrace.observe.spans import Activity, RunClock, Timeline
@@ -160,34 +158,30 @@ class Recorder:
             self._scheduled("consume", group_id=group.id, step=batch.step, version=batch.version)
             self.group_ended(group, "trained", step=batch.step, version=batch.version)
             self._drift.trained.extend(rollout.sampled_tokens for rollout in group.usable)
+        figures: dict[str, Any] = {
+            "step": batch.step,
+            "version": batch.version,
+            "objective": batch.objective,
+            "loss": report.loss,
+            "grad_norm": report.grad_norm,
+            "learning_rate": report.learning_rate,
+            "trained_tokens": batch.trained_tokens,
+            "seconds": report.seconds,
+        }
         step = StepRecord(
-            step=batch.step,
-            version=batch.version,
-            objective=batch.objective,
+            **figures,
             groups=len(groups),
             rollouts=sum(len(group.usable) for group in groups),
             tokens=len(batch.token_ids),
-            trained_tokens=batch.trained_tokens,
             reward_mean=reward,
-            loss=report.loss,
-            grad_norm=report.grad_norm,
-            learning_rate=report.learning_rate,
-            seconds=report.seconds,
         )
         self.journal.step(step, lags, report.metrics, batch.policy)
         self._metrics.write(
             "step",
-            step=batch.step,
-            version=batch.version,
-            objective=batch.objective,
+            **figures,
             reward=reward,
-            loss=report.loss,
-            grad_norm=report.grad_norm,
-            learning_rate=report.learning_rate,
-            trained_tokens=batch.trained_tokens,
             lag_mean=lag_mean,
             lag_max=lag_max,
-            seconds=report.seconds,
             skipped=report.skipped,
             skipped_steps=report.skipped_steps,
             length_drift=self._drift.distance(),
@@ -233,19 +227,8 @@ class Recorder:
 
     def delivered(self, proof: Proof) -> None:
         """Record an engine's answer to a delivery."""
-        delivery = DeliveryRecord(
-            version=proof.version,
-            engine=proof.engine,
-            accepted=proof.accepted,
-            quarantined=proof.quarantined,
-            reason=proof.reason,
-            staged_digest=f"{proof.staged_digest:016x}",
-            live_digest=f"{proof.live_digest:016x}",
-            canary_error=proof.canary_error,
-            stage_seconds=proof.stage_seconds,
-            swap_seconds=proof.swap_seconds,
-            time=self.now(),
-        )
+        digests = {"staged_digest": f"{proof.staged_digest:016x}", "live_digest": f"{proof.live_digest:016x}"}
+        delivery = DeliveryRecord(**msgspec.structs.asdict(proof) | digests, time=self.now())
         self.journal.delivery(delivery, self._window.policy)
         if proof.accepted:
             self._scheduled("swap", version=proof.version, engine=proof.engine)

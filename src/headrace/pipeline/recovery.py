@@ -22,8 +22,6 @@ Supervision (`cluster.supervision`) notices deaths, restarts processes, and puts
 controller calls the methods here for them. A process that dies too often in a row ends the run.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 
@@ -148,10 +146,7 @@ class Recovery:
                 return
 
     def _restore_groups(self) -> list[UnfinishedGroup]:
-        """Give the groups of a previous process their slots back, before anything new begins.
-
-        Every such group either continues, and is returned, or ends here with a reason. Lost tokens are counted.
-        """
+        """Give the groups of a previous process their slots back. Return those that continue; the others end here."""
         before, recorder, checkpoint = self._parts.before, self._parts.recorder, self._parts.checkpoint
         if before.last_version < 0:
             return []

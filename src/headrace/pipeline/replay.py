@@ -4,8 +4,6 @@ On a CPU a trainer is a deterministic function of its batches, so every version 
 published with. The replay names the versions that do not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,7 +51,7 @@ def _digests(config: Config, run_dir: RunDir, last: int) -> Iterator[tuple[int, 
 
     fix_threads(config.training.threads)
     from headrace.delivery.digest import digest_as
-    from headrace.training.building import build_trainer, published_dtype
+    from headrace.training.serving import build_trainer, published_dtype
 
     trainer, dtype = build_trainer(config, run_dir.checkpoints).trainer, published_dtype(config)
     if config.warm_start.steps:

@@ -4,34 +4,21 @@ Every step waits for its turn. If the trainer dies before it answers a step, the
 back; `recovery` brings the trainer back to the last step that it had reported.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from headrace.errors import PeerDied
 from headrace.pipeline.waits import Waits
 from headrace.training.base import StepReport, TrainerHandle
-from headrace.types import NO_VERSION, Batch
-
-
-class StepRequest(NamedTuple):
-    """The request for one optimizer step."""
-
-    batch: Batch
-    publish: int | None = None
-    """The version under which the weights are published after the step; None if they are not published."""
-    parent: int = NO_VERSION
-    save: bool = False
+from headrace.training.remote import Train
+from headrace.types import Batch
 
 
 class Steps:
     """The order of steps at the trainer: a step may be sent once the step before it was sent."""
 
     def __init__(self, trainer: TrainerHandle, waits: Waits, stopping: asyncio.Event, trained: int) -> None:
-        """`trained` is the last step that the trainer has done."""
         self.trained = trained
         """The last step that the trainer has reported."""
         self._trainer = trainer
@@ -40,7 +27,7 @@ class Steps:
         self._asked = trained
         self._present = True
 
-    async def train(self, step: int, order: Callable[[], StepRequest | None]) -> tuple[Batch, StepReport] | None:
+    async def train(self, step: int, order: Callable[[], Train | None]) -> tuple[Batch, StepReport] | None:
         """Make the trainer do this step. Return when the trainer has answered, however often it dies meanwhile.
 
         `order` is called when the step has its turn, and again after each death, because version ids may have changed.
@@ -66,7 +53,7 @@ class Steps:
 
     async def train_known(self, batch: Batch) -> StepReport | None:
         """Make the trainer do a step whose batch is known beforehand. Return None if the run is stopping."""
-        done = await self.train(batch.step, lambda: None if self._stopping.is_set() else StepRequest(batch))
+        done = await self.train(batch.step, lambda: None if self._stopping.is_set() else Train(batch=batch))
         self._waits.moved()
         return done[1] if done is not None else None
 

@@ -2,11 +2,8 @@
 
 No loop of the pipeline waits without being registered here. A wait ends when its condition holds. The condition is
 checked again whenever `ring` is called, and at least once a second. If nothing has made progress for too long, the
-watch loop reports all waits in a `StallError`. An engine that has requests and sends no token for too long is stuck and
-is treated as dead.
+watch loop reports all waits in a `StallError`. An engine with requests that sends no token for too long is stuck.
 """
-
-from __future__ import annotations
 
 import asyncio
 import time
@@ -134,13 +131,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     waits: list[Wait]
     processes: dict[str, str]
     """The phase that each process reports, by process."""
-
-
-def write_status(run_dir: RunDir, status: Status) -> None:
-    """Replace the file as a whole."""
-    part = run_dir.status.with_suffix(".part")
-    part.write_bytes(msgspec.json.encode(status))
-    part.replace(run_dir.status)
 
 
 def read_status(path: str | Path) -> Status:

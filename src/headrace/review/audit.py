@@ -1,12 +1,9 @@
 """The audit compares recorded log-probabilities with those that the checkpoints of the tagged versions give.
 
-Every sampled token of a chosen rollout is either compared, or counted as not checkable with a reason. The weights come
-from a checkpoint (or, before the first step, from the model directory). Their digest is compared with the digest under
-which the version was published. The weights are scored by the object that `load` returns; no engine takes part. An
-audit passes only if something was compared and nothing is wrong.
+Every sampled token of a chosen rollout is either compared, or counted as not checkable with a reason. The digest of a
+checkpoint's weights is compared with the digest under which the version was published. No engine takes part. An audit
+passes only if something was compared and nothing is wrong.
 """
-
-from __future__ import annotations
 
 import random
 from collections import Counter
@@ -40,11 +37,9 @@ class Weights(Protocol):
     @property
     def digest(self) -> int:
         """The digest of the weights, as a delivery proves it."""
-        ...
 
     def logprobs(self, token_ids: Int32Array, temperature: float, kept: Kept | None = None) -> Float32Array:
         """Return the log-probabilities of tokens 1..n given their prefix ([n - 1]), each among its kept set."""
-        ...
 
 
 Load = Callable[[Path, str], Weights]
@@ -60,8 +55,8 @@ class VersionAudit(msgspec.Struct, kw_only=True):
     tokens: int = 0
     """The number of compared tokens."""
     mean_error: float | None = None
+    """The mean absolute error of a log-probability."""
     max_error: float | None = None
-    """The largest absolute error of a log-probability."""
     lag_mean: float | None = None
     lag_max: int | None = None
     """The largest lag of the version's trained tokens, whether they were compared or not."""
@@ -115,6 +110,8 @@ class _Stretch(msgspec.Struct, frozen=True):
     trace: Trace
     where: npt.NDArray[np.intp]
     lag: int | None
+    first: bool
+    """Whether no other version sampled tokens of the trace before."""
 
 
 def audit(run_dir: Path, load: Load, *, samples: int = 64, seed: int = 0, tolerance: float = 1e-3) -> Audit:
@@ -147,14 +144,10 @@ def audit(run_dir: Path, load: Load, *, samples: int = 64, seed: int = 0, tolera
                 lags[part.lag] += int(part.trace.trained[part.where].sum())
         entry.lag_mean, entry.lag_max = lag_mean_and_max(lags)
         if kept:
-            later = [part for part in found if _first_version(part.trace) != version]
-            report.skip(KEPT_CACHE, sum(len(part.where) for part in later))
-            found = [part for part in found if _first_version(part.trace) == version]
+            report.skip(KEPT_CACHE, sum(len(part.where) for part in found if not part.first))
+            found = [part for part in found if part.first]
         _check(entry, found, sources.get(version), config, load, report)
     return report
-
-
-# ---- what there is to check
 
 
 def _sources(paths: RunDir, config: Config, published: dict[int, VersionRecord]) -> dict[int, Path]:
@@ -181,23 +174,17 @@ def _stretches(
         report.problems.append(f"rollout {record.id}: its tokens are not those that its row in the journal counts")
     trained = None if record.trained_as is None else without_republished(record.trained_as, again)
     for number, trace in enumerate(rollout.traces):
-        for version in np.unique(trace.versions[trace.versions != NO_VERSION]).tolist():
+        sampled = trace.versions[trace.versions != NO_VERSION]
+        for version in np.unique(sampled).tolist():
             where = np.flatnonzero(trace.versions == version)
             lag = None if trained is None else int(trained - without_republished(version, again))
-            yield version, _Stretch(record.id, number, trace, where, lag)
+            yield version, _Stretch(record.id, number, trace, where, lag, version == sampled[0])
 
 
 def _same(record: RolloutRecord, rollout: Rollout) -> bool:
     sampled = [version for trace in rollout.traces for version in trace.versions[trace.trained].tolist()]
     counted = (record.id, record.sampled_tokens, record.oldest_version, record.newest_version)
     return counted == (rollout.id, len(sampled), min(sampled, default=None), max(sampled, default=None))
-
-
-def _first_version(trace: Trace) -> int:
-    return int(trace.versions[trace.versions != NO_VERSION][0])
-
-
-# ---- the checks
 
 
 def _proofs(
@@ -270,9 +257,6 @@ def _compare(entry: VersionAudit, part: _Stretch, reference: Float32Array, repor
     return errors
 
 
-# ---- the findings as text
-
-
 def describe_audit(found: Audit) -> str:
     """Describe the findings for people: a line for each version, what could not be checked, and the verdict."""
     lines = [
@@ -298,13 +282,9 @@ def _table(versions: list[VersionAudit]) -> list[str]:
     lines = [["version", "weights", "tokens", "mean error", "max error", "lag mean", "max", "proofs", "canary error"]]
     for entry in versions:
         proofs = f"{entry.accepted} accepted" + (f", {entry.rejected} rejected" if entry.rejected else "")
-        lines.append(
-            [
-                *(str(entry.version), entry.weights or "none", f"{entry.tokens:,}"),
-                *(_number(entry.mean_error, ".2g"), _number(entry.max_error, ".2g"), _number(entry.lag_mean, ".2f")),
-                *(_number(entry.lag_max, "d"), proofs, _number(entry.canary_error, ".2g")),
-            ]
-        )
+        line = [str(entry.version), entry.weights or "none", f"{entry.tokens:,}"]
+        line += [_number(entry.mean_error, ".2g"), _number(entry.max_error, ".2g"), _number(entry.lag_mean, ".2f")]
+        lines.append([*line, _number(entry.lag_max, "d"), proofs, _number(entry.canary_error, ".2g")])
     return aligned(lines)
 
 

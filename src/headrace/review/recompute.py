@@ -3,8 +3,6 @@
 There is no cache, no packing and no engine: nothing that produced the recorded numbers takes part.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

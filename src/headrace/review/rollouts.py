@@ -1,10 +1,8 @@
 """The recorded rollouts of a run, for people and programs: shown as a table, or exported with their tokens.
 
-An export holds one record for each trace, in JSON lines or Parquet. The file is written whole or not at all. A rollout
-without kept tokens is a record too, with nulls for its arrays.
+An export holds one record for each trace, in JSON lines or Parquet. A rollout without kept tokens is a record too, with
+nulls for its arrays.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -161,4 +159,4 @@ def _parquet_schema(pa: Any, *, text: bool) -> Any:
     kinds = {column: pa.int64() if column in integers else pa.string() for column in COLUMNS}
     kinds |= {"reward": pa.float64(), "trace": pa.int32(), "token_ids": pa.list_(pa.int32())}
     kinds |= {"logprobs": pa.list_(pa.float32()), "versions": pa.list_(pa.int32()), "trained": pa.list_(pa.bool_())}
-    return pa.schema(list((kinds | ({"text": pa.string()} if text else {})).items()))
+    return pa.schema(kinds | ({"text": pa.string()} if text else {}))

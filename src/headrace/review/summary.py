@@ -1,12 +1,9 @@
 """The results of a run: the files summary.json and report.html, and both ledgers.
 
 The summary is computed from journal.db alone, so anybody can recompute it. A number that the journal cannot give is
-null, never a guess. The report also shows timeline.json and config.toml. This module computes and draws what the report
-shows, and `report.html.jinja` lays it out. The page fetches nothing and runs no script. If a run left something out (an
-evaluation, a timeline, its own end), the page says that it is missing and shows the rest.
+null, never a guess. This module computes and draws what the report shows, and `report.html.jinja` lays it out. If a run
+left something out (an evaluation, a timeline, its own end), the page says that it is missing and shows the rest.
 """
-
-from __future__ import annotations
 
 import os
 from collections.abc import Sequence
@@ -25,7 +22,7 @@ from headrace.observe.charts import Drawing, Series
 from headrace.observe.records import DeliveryRecord, EndedGroup, SampleRecord, StepRecord
 from headrace.observe.spans import timeline_started
 from headrace.observe.summary import STATES, compact, duration, lag_mean_and_max, number, percent, thousands, whole
-from headrace.run_dir import RunDir
+from headrace.run_dir import RunDir, write_whole
 
 MOST_SAMPLES = 8
 QUARTERS = 4
@@ -135,9 +132,7 @@ def write_report(run_dir: Path) -> Path:
     """Write a run's `report.html`, whole or not at all, and return its path."""
     page = templates().get_template("report.html.jinja").render(values(run_dir))
     path = RunDir(run_dir).report
-    part = path.with_suffix(".html.part")
-    part.write_text(page, encoding="utf-8", errors="replace")
-    part.replace(path)
+    write_whole(path, page.encode(errors="replace"))
     return path
 
 
@@ -262,9 +257,6 @@ def _of_steps(
     line = Series(label=f"{title.lower()}, {axis}", points=points, tone=tone)
     chart = charts.line_chart([line], name=title, x_label=axis, width=400, height=210, from_zero=from_zero)
     return title, Drawing(chart)
-
-
-# ---- lag
 
 
 def _lag_facts(tokens: dict[int, int], summary: dict[str, Any]) -> list[list[str]]:

@@ -4,8 +4,6 @@ A chat format turns only *new* messages into tokens to append. It never renders 
 an earlier turn stay those that were sampled.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from abc import ABC, abstractmethod

@@ -7,8 +7,6 @@ cancelled and end as aborted.
 which engines see requests depends only on the order of the calls.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Sequence

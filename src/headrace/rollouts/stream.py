@@ -4,8 +4,6 @@ The stream only grows, and tokens in it never change. Deltas arrive a few tokens
 parts are kept as they arrived and joined on demand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

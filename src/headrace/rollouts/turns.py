@@ -6,8 +6,6 @@ always becomes a `Rollout`: a failure of the engine or of the environment is a v
 only `foreign` catches every exception.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence

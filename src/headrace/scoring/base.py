@@ -13,8 +13,6 @@ A scorer that works while tokens arrive also overrides `span`, and `forget` for 
 serves all rollouts of a run at the same time, in the controller's event loop, so it must never block that loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from abc import ABC, abstractmethod

@@ -12,8 +12,6 @@ A function gets the arguments that it declares, by name:
 The function returns a number, or a dict with "reward" and further numbers to record. It may be `async`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine

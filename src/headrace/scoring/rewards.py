@@ -6,8 +6,6 @@ fresh worker takes its place when the next judgement needs it. A thread cannot b
 is left behind. Threads are for functions that exist only in this process, such as a notebook's.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from abc import abstractmethod

@@ -1,7 +1,5 @@
 """A reward worker: `python -m headrace.scoring.worker_main`. It judges one answer at a time."""
 
-from __future__ import annotations
-
 import asyncio
 
 import msgspec

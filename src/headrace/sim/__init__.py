@@ -1,1 +1,1 @@
-"""The real controller, window and rollouts under a virtual clock, which simulate hours in seconds. Start at `clock`."""
+"""The real controller, window and rollouts under a virtual clock, which simulate hours in seconds."""

@@ -1,12 +1,9 @@
-"""One simulated run: the real controller over fake engines and a simulated trainer, in virtual seconds.
+"""One simulated run: the real controller, window and rollouts over fake engines and a simulated trainer.
 
-The parts of a run that would need a process or a model are simulated here. The controller, the window and the rollouts
-are the real ones. The event loop has a virtual clock: when nothing is ready to run, the clock jumps to the next timer.
-Events come in the order of a real loop in which only sleeping takes time, so a run under this loop is a function of its
-inputs. The loop never waits for a file descriptor, so everything that runs under it must live in this process.
+The event loop has a virtual clock: when nothing is ready to run, the clock jumps to the next timer. Only sleeping takes
+time, so a run under this loop is a function of its inputs. The loop never waits for a file descriptor, so everything
+that runs under it must live in this process.
 """
-
-from __future__ import annotations
 
 import asyncio
 import selectors
@@ -43,7 +40,6 @@ STOP_TOKEN = 63
 VOCABULARY = 64
 PROMPTS = 1000
 
-
 T = TypeVar("T")
 
 
@@ -60,8 +56,6 @@ class _Jump(selectors.SelectSelector):
 
 
 class _VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop with a clock of its own, which starts at 0."""
-
     def __init__(self) -> None:
         self._jump = _Jump()
         super().__init__(self._jump)
@@ -133,11 +127,6 @@ class _Trainer:
         self._turn = asyncio.Lock()
         self._events = events
         self.on_batch: Callable[[Batch], None] = lambda batch: None
-        self.trained_tokens = 0
-        self.lengths: list[int] = []
-        """The number of sampled tokens of every trained sequence."""
-        self.lags: list[int] = []
-        """The largest lag in each batch."""
 
     async def train(
         self, batch: Batch, *, publish: int | None = None, parent: int = -1, save: bool = False
@@ -145,25 +134,16 @@ class _Trainer:
         seconds = self._seconds(batch)
         async with self._turn:
             await asyncio.sleep(seconds)
-        ends = np.cumsum(batch.lengths)
-        sampled = np.add.reduceat(batch.versions >= 0, ends - batch.lengths)
-        self.lengths += sampled.tolist()
-        self.lags.append(int(batch.lags().max()))
-        self.trained_tokens += batch.trained_tokens
         self._step = max(0, batch.step)
         self.on_batch(batch)
         if publish is not None:
             await self.publish(publish, parent)
         return StepReport(
             step=batch.step,
-            version=batch.version,
-            objective=batch.objective,
             loss=0.0,
             grad_norm=1.0,
             learning_rate=0.0,
             tokens=len(batch.token_ids),
-            sequence_tokens=len(batch.token_ids),
-            trained_tokens=batch.trained_tokens,
             micro_batches=1,
             seconds=seconds,
         )

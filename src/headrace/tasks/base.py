@@ -4,8 +4,6 @@ A task deals in messages and text only. The package `rollouts` turns them into t
 and never tokenises an earlier turn again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 

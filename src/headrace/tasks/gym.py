@@ -5,8 +5,6 @@ replaced by the next that does not, so the two sets never overlap. Training ques
 drawn.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import re

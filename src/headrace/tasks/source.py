@@ -8,17 +8,13 @@ curriculum depends on the outcomes of earlier attempts alone, so it can be rebui
 group attempts, whose ids are the same after a restart.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import DataError
-from headrace.types import Prompt
-
-UInt64Array = npt.NDArray[np.uint64]
+from headrace.types import Prompt, splitmix64
 
 LONGEST_REST = 8
 """The longest rest of a prompt, in epochs."""
@@ -121,14 +117,7 @@ class PromptSource:
 
 def permutation(seed: int, epoch: int, size: int) -> npt.NDArray[np.int64]:
     """Return the order of one epoch. It sorts keyed hashes, so that it depends on no library's random stream."""
-    key = _mix(np.asarray([seed % 2**64], np.uint64))
-    key = _mix(key ^ np.asarray([epoch % 2**64], np.uint64))
-    return np.argsort(_mix(np.arange(size, dtype=np.uint64) ^ key), kind="stable")
-
-
-def _mix(values: UInt64Array) -> UInt64Array:
-    """Apply the splitmix64 finaliser. It is a bijection of 64 bits, so two sort keys are never equal."""
-    mixed = values + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+    key = splitmix64(np.asarray([seed % 2**64], np.uint64))
+    key = splitmix64(key ^ np.asarray([epoch % 2**64], np.uint64))
+    # Two sort keys are never equal, because the hash is a bijection.
+    return np.argsort(splitmix64(np.arange(size, dtype=np.uint64) ^ key), kind="stable")

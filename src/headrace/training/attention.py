@@ -13,8 +13,6 @@ dtypes. They compute attention by its definition, so they are the reference for 
 autograd, so it can run inside an operation that a compiler does not look into.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -30,8 +28,7 @@ from headrace.training.rows import MicroBatch, Segment
 
 LARGEST_HEAD = 256
 JOINED_TOKENS = 64
-"""Short segments are attended in one call, up to this many tokens. The limit trades the overhead of a call against
-scores that are computed and masked."""
+"""Short segments are attended in one call of up to this many tokens, which costs scores that are masked."""
 
 
 class Ranges(NamedTuple):

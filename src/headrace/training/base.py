@@ -43,36 +43,27 @@ class TrainerHandle(Protocol):
         self, batch: Batch, *, publish: int | None = None, parent: int = -1, save: bool = False
     ) -> StepReport:
         """Make one optimizer step. Then publish the weights as version `publish`, if given, and save them if asked."""
-        ...
 
     async def publish(self, version: int, parent: int) -> None:
         """Publish the current weights."""
-        ...
 
     async def resend(self, manifest: Manifest) -> Manifest:
         """Make all weights of an already published version available again, and return the new manifest.
 
         The version must be acknowledged again afterwards.
         """
-        ...
 
     async def acknowledge(self, version: int) -> None:
         """Tell the trainer that the engines no longer need the bytes of this version."""
-        ...
 
     async def save(self, version: int) -> Path:
         """Write a checkpoint of the current weights and return its path."""
-        ...
 
 
 class StepReport(msgspec.Struct, kw_only=True):
     """The report of one optimizer step."""
 
     step: int
-    """The step number of the batch."""
-    version: int
-    """The version that was being trained."""
-    objective: str
     loss: float
     grad_norm: float
     """The norm of the gradient before clipping."""
@@ -80,9 +71,6 @@ class StepReport(msgspec.Struct, kw_only=True):
     tokens: int
     """The number of tokens that the forward passes computed. A shared prefix counts once, and tokens after the last
     trained token of a sequence are not computed."""
-    sequence_tokens: int
-    """The number of tokens of all sequences. A trainer that shares no prefixes would compute about this many."""
-    trained_tokens: int
     micro_batches: int
     seconds: float
     skipped: bool = False

@@ -4,8 +4,6 @@ A copy from ordinary memory to a GPU waits until everything enqueued before it i
 not. So numbers for a pass go through pinned memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,14 +12,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from headrace.config.schema import Config, TrainingConfig
-from headrace.errors import UserError
-
-
-def choose_device(wanted: str) -> str:
-    """Return the device that `[training] device` asks for."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError('[training] device = "cuda", but torch finds no GPU here')
-    return ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
 
 
 def compute_dtype(training: TrainingConfig, device: torch.device) -> str:

@@ -1,15 +1,12 @@
 """How decoder layers run in training: compiled, and computed again in the backward pass if memory is short.
 
-One compilation serves all layers of a kind and all lengths of rows. Attention is one operation that the compiler does
-not look into; the rest is fused. If a compilation fails, one line says so, and the layers run uncompiled from then on.
+If a compilation fails, one line says so, and the layers run uncompiled from then on.
 
 With activation checkpointing, a layer keeps only its inputs, and the backward pass computes the layer again. The
 attention context of a row is active only while the row is computed, so the second run restores the context of the first
 run, or its tokens would attend to other tokens than before. The same holds for random numbers: dropout must drop the
 same elements again.
 """
-
-from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -118,21 +115,17 @@ def _recomputed(layer: torch.nn.Module, forward: Callable[..., Any]) -> Callable
             with attending(context):
                 return forward(*inner, **named)
 
-        return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=_draws(layer), **kwargs)
+        draws = any(isinstance(m, torch.nn.Dropout) and m.training and m.p for m in layer.modules())
+        return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=draws, **kwargs)
 
     return run
-
-
-def _draws(layer: torch.nn.Module) -> bool:
-    return any(isinstance(module, torch.nn.Dropout) and module.training and module.p for module in layer.modules())
 
 
 def warm_up_batches(vocabulary: int, row_tokens: int) -> Iterator[Batch]:
     """Yield batches of one row, in which every token except the first of each sequence is trained.
 
     The layers are compiled on these meaningless batches before the first real step. The batches are as large as the
-    rows of real steps: if the compiler sees short rows first, it optimizes its reductions for short rows, and these
-    stay slow for long rows.
+    rows of real steps: a compiler that sees short rows first makes reductions that stay slow for long rows.
     """
     for share in SHARES:
         tokens = max(4, int(share * row_tokens))

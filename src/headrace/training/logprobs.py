@@ -7,8 +7,7 @@ computes the projection and reads the log-probabilities, and its backward pass c
 into gradients by the formula of the softmax.
 
 A target with a kept set is read from the distribution over that set alone; any other target is read from the whole
-vocabulary. The softmax is computed in float32 at least. The host plans what to read, so nothing here waits for a
-device.
+vocabulary. The softmax is computed in float32 at least. The host plans what to read, so nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -129,8 +128,7 @@ def _among(logits: torch.Tensor, kept: KeptSets, entropy: EntropyOf) -> tuple[to
 
 
 CHUNK_ELEMENTS = 1 << 26
-"""The number of logits that exist at once (256 MiB in float32). A row with more is computed in chunks, and its backward
-pass computes them again."""
+"""The number of logits that exist at once (256 MiB in float32). More are computed in chunks, and again backward."""
 DEVICE_CHUNKS = 4
 """A GPU holds this many times as many logits at once, because small chunks would leave it idle."""
 

@@ -4,8 +4,6 @@ peft makes the layers, and checkpoints are in peft's format. `models.lora` decid
 for engines too. An adapter that peft would build differently is refused, so engines get the tensors that they expect.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -61,10 +59,7 @@ class TrainedAdapter:
 
     @contextmanager
     def dropout(self, step: int, share: int = 0) -> Iterator[None]:
-        """Apply dropout to the adapter's inputs inside this context.
-
-        What is dropped depends on the seed, the step and the share of the rows.
-        """
+        """Apply dropout to the adapter's inputs inside this context, drawn from the seed, the step and the share."""
         if not self._dropouts:
             yield
             return

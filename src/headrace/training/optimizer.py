@@ -1,15 +1,11 @@
 """The optimizer step, the learning rate schedule, and the rule that a gradient that is not finite changes nothing.
 
 The learning rate is a pure function of the step, and all optimizer state is kept in checkpoints, so a resumed run
-continues exactly where it stopped. On a GPU, fused AdamW decides on the device whether a gradient is finite, so the
-host does not wait.
+continues exactly where it stopped. On a GPU, fused AdamW tests gradients itself, so the host does not wait.
 
 Every trainable parameter belongs to one group of one optimizer. Weight decay applies to matrices. It does not apply to
-vectors (norms, biases), nor to the stacked vectors of experts. `[training] learning_rates` multiplies the rate of a
-group.
+vectors (norms, biases), nor to stacked vectors of experts. `[training] learning_rates` multiplies a group's rate.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -65,11 +61,7 @@ class Applied(NamedTuple):
 
 
 class Optimizer:
-    """All optimizers of a model's trainable parameters, used as one and stepped with a given learning rate.
-
-    For a sharded model the optimizer steps this rank's part, with this rank's part of the moments. Muon gathers whole
-    matrices for that.
-    """
+    """All optimizers of this rank's part of a model's trainable parameters, used as one."""
 
     def __init__(
         self,
@@ -154,8 +146,7 @@ class Optimizer:
         return read
 
     def _step_on_device(self, optimizer: Any, norm: torch.Tensor) -> None:
-        # Fused AdamW has these two fields for loss scaling: it divides gradients by `grad_scale`, and skips the step if
-        # `found_inf` is set.
+        # Fused AdamW divides gradients by `grad_scale` and skips the step if `found_inf` is set, for loss scaling.
         optimizer.grad_scale = ((norm + CLIP_EPSILON) / self._clip_norm).clamp(min=1.0).float()
         optimizer.found_inf = (~torch.isfinite(norm)).float()
         try:
@@ -342,7 +333,6 @@ class UpdateRatio:
 
     @torch.no_grad()
     def __init__(self, parameters: Iterable[torch.Tensor], ranks: Ranks | None = None) -> None:
-        """Remember the weights before a step."""
         self._ranks = ranks
         self._views, self._scales = [], []
         for parameter in parameters:

@@ -5,8 +5,6 @@ base model of an adapter. The proximal policy has the weights with which the ver
 of a model are exchanged for a while, the model gets its own weights back to the bit, also after an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

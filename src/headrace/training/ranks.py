@@ -1,8 +1,7 @@
 """The trainer's ranks: one process each, in a grid of `data` (rows of work) by `tensor` (slices of the model).
 
 Every rank is sent the same messages in the same order, so all ranks reach the same collective. No rank waits longer for
-the others than the deadline of the process group. A background thread uses a process group of its own, never the group
-of the step.
+the others than the deadline of the process group. A background thread uses a process group of its own.
 
 Models are sharded by FSDP2, decoder layer by decoder layer. Sharding changes where weights are and which rank computes
 what, but never what is computed. With a single rank, the model is not wrapped at all, unless weights are offloaded.
@@ -10,11 +9,8 @@ what, but never what is computed. With a single rank, the model is not wrapped a
 Tensor parallelism goes by the module names that most model families share: q/k/v/o, gate/up/down, embedding and head.
 Matrices into heads and inner features are cut by output, matrices back are cut by input, and the vocabulary is cut by
 token. Everything else (norms, routers, experts) is the same on every tensor rank and sees the same activations. A
-family whose attention or feed-forward holds an unknown part is refused: a slice that is mistaken for a whole would
-train wrongly.
+family whose attention or feed-forward holds an unknown part is refused: it would train wrongly.
 """
-
-from __future__ import annotations
 
 import os
 import sys
@@ -109,12 +105,8 @@ class Ranks:
 
 
 def join(store: Path, rank: int, ranks: int, *, tensor_parallel: int, device: str, timeout: float) -> Ranks:
-    """Meet the other ranks at `store`, a file that did not exist before, and form the grid.
-
-    On GPUs each rank has a GPU of its own. Raises a `UserError` if there are too few GPUs.
-    """
-    # On one host, nothing may listen beyond the host, whatever its name resolves to. A launcher for several hosts sets
-    # these.
+    """Meet the other ranks at `store`, a file that did not exist before, and form the grid."""
+    # Nothing may listen beyond the host, whatever its name resolves to. A launcher for several hosts sets these.
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, _LOOPBACK)
     place = torch.device(device)
@@ -145,7 +137,11 @@ def shard_model(model: Any, layers: Sequence[torch.nn.Module], ranks: Ranks, tra
     if training.offload and ranks.device.type == "cpu":
         raise UserError("[training] offload: the trainer is on the CPU, where its weights already are")
     if ranks.tensor_ranks > 1:
-        split_matrices(model, layers, ranks.mesh["tensor"])
+        mesh = ranks.mesh["tensor"]
+        _check_sizes(model, mesh.size())
+        for layer in layers:
+            parallelize_module(layer, mesh, layer_plan(layer, type(model).__name__), src_data_rank=None)
+        _split_vocabulary(model, mesh)
     half = compute_dtype(training, ranks.device) == "bfloat16"
     precision = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
@@ -155,8 +151,7 @@ def shard_model(model: Any, layers: Sequence[torch.nn.Module], ranks: Ranks, tra
         fully_shard(module, mesh=ranks.mesh["data"], mp_policy=precision, offload_policy=offload)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # A batch's weights are already divided by the count of the whole step, so gradients are summed, over ranks
-            # too.
+            # A batch's weights are already divided by the count of the whole step, so gradients are summed.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
@@ -268,14 +263,6 @@ _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 _HEAD_NORMS = ("q_norm", "k_norm")
 
 
-def split_matrices(model: Any, layers: Sequence[torch.nn.Module], mesh: DeviceMesh) -> None:
-    """Cut the model's matrices over this mesh, in place. Raises a one-line error if that is not possible."""
-    _check_sizes(model, mesh.size())
-    for layer in layers:
-        parallelize_module(layer, mesh, layer_plan(layer, type(model).__name__), src_data_rank=None)
-    _split_vocabulary(model, mesh)
-
-
 def layer_plan(layer: torch.nn.Module, family: str) -> dict[str, ParallelStyle]:
     """Return how each matrix of a decoder layer is cut, by its path in the layer."""
     found: dict[str, ParallelStyle] = {}
@@ -324,8 +311,7 @@ def _split_vocabulary(model: Any, mesh: DeviceMesh) -> None:
     tied = head.weight is embedding.weight
     parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()), src_data_rank=None)
     if tied:
-        # Both are cut by token, so they can share the part. They are tied again before the head's weight is cut a
-        # second time.
+        # Both are cut by token, so they share the part. They are tied again before the head's weight is cut too.
         head.weight = embedding.weight
     parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()), src_data_rank=None)
     if tied:

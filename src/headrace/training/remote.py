@@ -1,7 +1,5 @@
 """The trainer in another process: its messages, and the handle that the controller uses. No torch is imported here."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,8 +14,7 @@ from headrace.training.base import StepReport
 from headrace.types import Batch
 
 RENDEZVOUS = "ranks.store"
-"""The file in the run directory where the trainer's ranks find each other. The controller removes it before it starts
-the ranks."""
+"""The file in the run directory where the ranks find each other. The controller removes it before they start."""
 
 
 class Train(Message):
@@ -87,11 +84,7 @@ M = TypeVar("M", bound=Message)
 
 
 class RemoteTrainer:
-    """The implementation of `TrainerHandle` over a hub.
-
-    All ranks of the trainer are sent the same messages in the same order, except `Resend`. The first rank answers for
-    all.
-    """
+    """The implementation of `TrainerHandle` over a hub. Only the first rank answers, and only it gets `Resend`."""
 
     def __init__(self, hub: Hub, name: str, *, deadline: float, others: Sequence[str] = ()) -> None:
         """Set up the handle. `name` is the first rank, and `others` are the other ranks."""

@@ -9,8 +9,6 @@ returns the experts of the record. A router that chooses in another way, or by s
 a pass inside `forcing` never uses other experts than the recorded ones without an error.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,6 +30,9 @@ _TOPK = (torch.topk, torch.Tensor.topk)
 _WRAPPED = re.compile(r"\.(base_layer|original_module)(?=\.|$)")
 """The names under which peft puts a module that it adapts or trains in full."""
 
+Forced = dict[int, torch.Tensor]
+"""For each column of the record, which tokens [T] had another choice forced on them in the last pass."""
+
 _shapes: WeakKeyDictionary[Any, RoutingShape | None] = WeakKeyDictionary()
 
 
@@ -39,8 +40,7 @@ _shapes: WeakKeyDictionary[Any, RoutingShape | None] = WeakKeyDictionary()
 def following(model: Any, row: MicroBatch) -> Iterator[Forced | None]:
     """Make passes over this row, backward passes included, use the recorded experts inside this context.
 
-    If the row has no record, nothing is forced. Layers run uncompiled inside, because the forced experts differ from
-    row to row.
+    If the row has no record, nothing is forced. Layers run uncompiled: the forced experts differ by row.
     """
     if row.routing is None:
         yield None
@@ -57,19 +57,6 @@ def following(model: Any, row: MicroBatch) -> Iterator[Forced | None]:
         raise UserError(f"{error} ([rollouts] keep_routing = false trains without the record)") from error
 
 
-class Forced:
-    """The changes that forcing made in the last pass."""
-
-    def __init__(self, layers: int) -> None:
-        self.layers = layers
-        self.tokens: dict[int, torch.Tensor] = {}
-        """For each column of the record, which tokens [T] had another choice forced on them in the last pass."""
-
-    def changed(self, places: torch.Tensor) -> torch.Tensor:
-        """Return how many choices of the routers were changed, at these places of the pass, in all layers."""
-        return torch.stack([tokens[places].sum() for tokens in self.tokens.values()]).sum()
-
-
 @contextmanager
 def forcing(model: Any, shape: RoutingShape, routing: np.ndarray[Any, Any] | torch.Tensor) -> Iterator[Forced]:
     """Force the experts of `routing` [T, layers, k] on every pass inside this context. Each pass must have T tokens.
@@ -78,7 +65,7 @@ def forcing(model: Any, shape: RoutingShape, routing: np.ndarray[Any, Any] | tor
     the context too, because it computes the layers again.
     """
     record = _checked(shape, torch.as_tensor(routing)).to(input_device(model), torch.int64, non_blocking=True)
-    forced = Forced(len(shape.layers))
+    forced: Forced = {}
     with ExitStack() as stack:
         for column, path in enumerate(experts_modules(model)):
             # The router and its choice are somewhere in the block that holds the experts.
@@ -115,7 +102,7 @@ def _forced_block(
             raise ModelError(
                 f"{type(block).__name__} chose its experts by {made} topk calls, not one: they cannot be forced"
             )
-        [forced.tokens[column]] = choice.changed
+        [forced[column]] = choice.changed
         return output
 
     block.forward = forward

@@ -46,8 +46,7 @@ class Member:
     """The positions of the trained tokens within the sequence."""
     targets: Int32Array
     routing: Int16Array | None = None
-    """The experts that each token goes through. The record of a token's experts belongs to the next token, because the
-    engine samples that token in the same pass."""
+    """The experts that each token goes through, recorded with the next token, which was sampled in that pass."""
 
 
 @dataclass(frozen=True)
@@ -144,11 +143,7 @@ def _cost_of(length: int, before: int) -> float:
 
 
 def _first_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Divide sizes into rows of at most `budget`, largest first, and return the indices of each row.
-
-    The number of rows is close to the smallest possible. Equal sizes keep their order. A size that is larger than the
-    budget gets a row of its own.
-    """
+    """Return the indices of rows of at most `budget`, about the fewest. A larger size gets a row of its own."""
     rows: list[list[int]] = []
     room: list[int] = []
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -166,8 +161,7 @@ def plan(
 ) -> list[MicroBatch]:
     """Return the rows of a step, in the order in which they are computed. `passes` distributes them over several ranks.
 
-    A prefix is shared where that saves more tokens than `join_cost` times the number of tokens that continue the
-    prefix.
+    A prefix is shared where that saves more tokens than `join_cost` times the tokens that continue it.
     """
     groups: dict[int, list[Member]] = {}
     for number, (group, sequence) in enumerate(_sequences(batch)):
@@ -258,8 +252,7 @@ def _row(families: Sequence[Family], join_cost: float) -> MicroBatch:
         for member in family.members:
             own_start = filled
             add(member, slice(family.prefix, None), prefix)
-            # The token at place t is predicted at t - 1. For the first trained token, that place may be in the shared
-            # prefix.
+            # The token at place t is predicted at t - 1, which may be in the shared prefix for the first trained token.
             places = member.trained - 1
             own = places - family.prefix + own_start
             predictors.append(
@@ -284,8 +277,7 @@ def _rows_for_ranks(families: Sequence[Family], budget: int, ranks: int, join_co
 
     The most expensive row of each pass decides the time, so families are cut as finely as makes the ranks faster: the
     plans are families whole, cut finer and finer, and sharing nothing. If plans are equally fast, the coarsest one is
-    taken. Whole families may leave ranks without work, but every cut repeats a prefix. Every rank computes the plan
-    alone and gets the same result.
+    taken. Whole families may leave ranks without work, but every cut repeats a prefix. All ranks compute the same plan.
     """
     alone = [_singles(Family((member,), 0), join_cost)[0] for family in families for member in family.members]
     if not any(family.prefix for family in families):
@@ -350,10 +342,7 @@ class _Load:
         self.cost = 0.0
 
     def cost_with(self, part: _Part, budget: int) -> float:
-        """Return the cost of the row after adding a part, or infinity if the part does not fit.
-
-        A part costs less if members of its family are in the row already.
-        """
+        """Return the cost of the row with this part, or infinity if it does not fit. Siblings may share a prefix."""
         tokens, cost = part.tokens, part.cost
         here = self.parts.get(part.siblings)
         if here is not None:
@@ -376,7 +365,6 @@ def _wall(rows: Sequence[_Load], ranks: int) -> float:
 
 
 def _singles(family: Family, join_cost: float) -> list[_Part]:
-    """Return one part for every member."""
     siblings = _Siblings(family.prefix, _cost_of(family.prefix, 0), join_cost)
     parts = []
     for member in family.members:
@@ -387,7 +375,6 @@ def _singles(family: Family, join_cost: float) -> list[_Part]:
 
 
 def _together(parts: Sequence[_Part]) -> _Part:
-    """Merge parts of one family into one part."""
     siblings, members = parts[0].siblings, tuple(member for part in parts for member in part.members)
     own, own_cost = sum(part.own for part in parts), sum(part.own_cost for part in parts)
     return _Part(siblings, members, own, own_cost, *siblings.takes(len(members), own, own_cost))
@@ -400,10 +387,7 @@ def _blocks(singles: Sequence[_Part], budget: int) -> list[list[_Part]]:
 
 
 def _parts(blocks: Sequence[Sequence[_Part]], most: float) -> list[_Part]:
-    """Return one part per block, or several if a block costs more than `most` without its prefix.
-
-    If a part does not share its prefix, its members become parts of their own.
-    """
+    """Return a part per block, several if its own tokens cost more than `most`, each member if nothing is shared."""
     parts: list[_Part] = []
     for block in blocks:
         cost = sum(single.own_cost for single in block)
@@ -433,10 +417,7 @@ def _even(parts: Sequence[_Part], budget: int, ranks: int) -> list[_Load]:
 
 
 def _fill(parts: Sequence[_Part], budget: int, count: int) -> list[_Load] | None:
-    """Put every part into the cheapest row that has room. Return None if a part fits nowhere.
-
-    If the cheapest row with members of the same family would then cost less, the part goes into that row instead.
-    """
+    """Put every part into the cheapest row, or beside its family if that costs less. None if one fits nowhere."""
     rows = [_Load() for _ in range(count)]
     by_cost = [(0.0, i) for i in range(count)]
     homes: dict[_Siblings, set[int]] = {}

@@ -3,50 +3,47 @@
 The main thread trains. A second thread passes messages, so that an acknowledgement can free a segment while a step
 runs. Publishing stops the main thread only for a snapshot: the snapshot is digested and announced in the background.
 
-Every rank of a trainer is such a process. All ranks are sent the same messages in the same order; the first rank
-answers.
-"""
+Every rank of a trainer is such a process. All are sent the same messages in the same order; the first answers.
 
-from __future__ import annotations
+The module also builds what a configuration describes: the trainer at its first weights, and its publisher.
+"""
 
 import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 from safetensors import SafetensorError
 
 from headrace.channel.heartbeats import Stop
 from headrace.channel.turns import FILE as TURNS
 from headrace.channel.turns import TrainerTurns
 from headrace.channel.worker_link import Incoming, WorkerLink
-from headrace.config import Config
-from headrace.delivery.base import Manifest
-from headrace.delivery.canary import Score
+from headrace.config.schema import Config, LoraConfig, TrainingConfig
+from headrace.delivery.base import Manifest, Score, canary_sequence
+from headrace.delivery.digest import digest_as
+from headrace.delivery.parts import TrainerRanks
 from headrace.delivery.plan import dtype_of
-from headrace.delivery.setup import choose
+from headrace.delivery.publisher import Publisher
+from headrace.delivery.setup import choose, make_sender
 from headrace.delivery.transports.segments import sweep
 from headrace.errors import HeadraceError, UserError
-from headrace.models.rounding import rounded
-from headrace.training.building import build_trainer, make_publisher
-from headrace.training.checkpoints.base import delete_ahead, incomplete, latest, prune, read_state
-from headrace.training.devices import engine_device
-from headrace.training.ranks import Ranks, join
-from headrace.training.remote import (
-    RENDEZVOUS,
-    Acknowledged,
-    Publish,
-    Published,
-    Resend,
-    Resent,
-    Save,
-    Saved,
-    Train,
-    Trained,
-)
+from headrace.models.loading import choose_device, load_model, named_weights
+from headrace.models.lora import frozen_linears
+from headrace.models.rounding import hold_in_four_bits, round_weights, rounded
+from headrace.observe.spans import SpanRecorder
+from headrace.training import remote
+from headrace.training.checkpoints.base import BASES, delete_ahead, incomplete, keep_base, latest, prune, read_state
+from headrace.training.devices import engine_device, input_device
+from headrace.training.layers import compile_model, decoder_layers, recompute_layers
+from headrace.training.lora import TrainedAdapter
+from headrace.training.ranks import Ranks, join, shard_model
+from headrace.training.trainer import Trainer
 from headrace.types import NO_VERSION, Float32Array, Int32Array
 
 T = TypeVar("T")
@@ -55,18 +52,130 @@ UNWRITABLE = (OSError, SafetensorError)
 """The exceptions that writing a checkpoint raises if the disk refuses."""
 
 
-def serve(link: WorkerLink, config: Config, last_step: int | None = None) -> None:
-    """Load the model or the newest checkpoint, and train until told to stop.
+@dataclass(frozen=True)
+class Built:
+    """A trainer at its first weights."""
 
-    If `last_step` is given, checkpoints with more policy steps than that are deleted first.
+    trainer: Trainer
+    device: str
+    ranks: Ranks | None
+    base_digest: int
+    """The digest of the base model with [lora]; else 0."""
+
+
+def build_trainer(
+    config: Config,
+    checkpoints: Path,
+    spans: SpanRecorder | None = None,
+    meet: Callable[[str], Ranks | None] = lambda device: None,
+) -> Built:
+    """Build the trainer that a configuration describes, before its first step.
+
+    `meet` is called with the device once the model is loaded, and returns this process's place among the ranks, if any.
     """
-    TrainerRole(link, config, last_step).run()
+    device = choose_device(config.training.device, "training")
+    in_four_bits = config.lora is not None and config.lora.base == "nf4"
+    # Master weights are float32 whatever the serving dtype is, because small updates would vanish in bfloat16.
+    model = load_model(
+        config.model.path,
+        weights=config.model.weights,
+        dtype="float32",
+        seed=config.run.seed,
+        # A GPU may not have room for the whole model: ranks shard it, and 4 bits are packed, on the host.
+        device="cpu" if config.training.offload or config.training.ranks > 1 or in_four_bits else device,
+    )
+    adapter, base_digest = None, 0
+    if config.lora is not None:
+        base, base_digest = _freeze(model, config, config.lora, checkpoints)
+        if in_four_bits:
+            model.to(device)
+        adapter = TrainedAdapter(model, config.lora, base=base, seed=config.run.seed)
+    ranks = meet(device)
+    trainer = Trainer(
+        prepare_model(model, config.training, ranks),
+        config.algorithm,
+        config.training,
+        total_steps=config.run.versions * config.delivery.publish_every,
+        warm_start=config.warm_start,
+        teacher=_teacher(config, input_device(model)),
+        ranks=ranks,
+        spans=spans,
+        adapter=adapter,
+        correct_above=config.buffer.correct_above,
+    )
+    return Built(trainer, device, ranks, base_digest)
+
+
+def prepare_model(model: Any, training: TrainingConfig, ranks: Ranks | None = None) -> Any:
+    """Prepare a model, which every rank holds as a whole, for training as configured. The model is changed in place."""
+    device = next(model.parameters()).device if ranks is None else ranks.device
+    if training.compile and device.type == "cuda":
+        compile_model(model, decoder_layers(model))
+    if training.activation_checkpointing:
+        # This wraps the compiled layers, so that what is computed again is compiled too.
+        recompute_layers(decoder_layers(model))
+    if ranks is not None:
+        shard_model(model, decoder_layers(model), ranks, training)
+    return model
+
+
+def _freeze(model: Any, config: Config, lora: LoraConfig, checkpoints: Path) -> tuple[Path, int]:
+    """Make this model the base of an adapter. Return the directory from which others load it, and its digest."""
+    layers = frozen_linears(model, tuple(lora.modules)) if lora.base == "nf4" else {}
+    round_weights(layers)
+    digest = digest_as(named_weights(model), config.model.dtype)
+    base = Path(config.model.path)
+    if layers or config.model.weights == "random":
+        base = keep_base(model, checkpoints, base, BASES[lora.base])
+    hold_in_four_bits(model, layers)
+    return base, digest
+
+
+def _teacher(config: Config, device: torch.device) -> Any:
+    """Load the frozen teacher, whole on every rank, on the device of the passes. On a GPU 16 bits are enough for it."""
+    if config.algorithm.teacher is None:
+        return None
+    dtype = "float32" if device.type == "cpu" else "bfloat16"
+    return load_model(config.algorithm.teacher, dtype=dtype, device=str(device)).requires_grad_(False)
+
+
+def make_publisher(link: WorkerLink, config: Config, built: Built) -> Publisher:
+    """Return the publisher of this process: for the whole model, or for this rank's part of the model."""
+    delivery, ranks = config.delivery, built.ranks
+    sender = make_sender(
+        delivery,
+        link.run_dir,
+        ranks.rank if ranks else 0,
+        trainer=str(ranks.device) if ranks else built.device,
+        engines=engine_device(config),
+        receivers=config.engine.count,
+        relays=ranks is None,  # an engine can relay the whole model, but not the parts in which it arrived
+    )
+    return Publisher(
+        sender,
+        published_dtype(config),
+        delivery.canary_tolerance,
+        canary_sequence(built.trainer.model.config.vocab_size, delivery.canary_tokens),
+        send="adapter" if config.lora is not None else delivery.send,
+        base_digest=built.base_digest,
+        deadline=delivery.deadline,
+        policy=config.policy_name,
+        ranks=TrainerRanks(ranks.publishing, ranks.coordinate) if ranks else None,
+    )
+
+
+def published_dtype(config: Config) -> str:
+    """Return the dtype in which weights are sent. An adapter that engines merge is rounded only after it is merged."""
+    if config.lora is not None and config.lora.serve == "merged":
+        return "float32"
+    return config.delivery.dtype or config.model.dtype
 
 
 class TrainerRole:
     """A trainer with its publisher and the queue of requests from the controller."""
 
     def __init__(self, link: WorkerLink, config: Config, last_step: int | None = None) -> None:
+        """Load the model or the newest checkpoint. Checkpoints with more policy steps than `last_step` are deleted."""
         link.phase = "loading"
         self.link = link
         self.config = config
@@ -100,15 +209,13 @@ class TrainerRole:
         """Handle requests in order until `Stop` arrives."""
         threading.Thread(target=self._pass_messages, name="messages", daemon=True).start()
         if self.first:
-            # Remove the segments that a previous process left. Engines that still needed them have had until now to
-            # fetch them.
+            # Remove the segments of a previous process. Engines have had until now to fetch them.
             sweep()
         self.link.ready(
             policy_steps=self.trainer.policy_steps,
             resumed_from=str(self.resumed_from or ""),
             version=NO_VERSION if self.resumed_from is None else read_state(self.resumed_from).version,
             incomplete=", ".join(self.incomplete),
-            parameters=sum(weight.numel() for weight in self.trainer.weights().values()),
             device=self.device,
             transport=self.choice.transport,
             transport_why=self.choice.why,
@@ -123,8 +230,7 @@ class TrainerRole:
                 self.trainer.close()
             if self.turns is not None:
                 self.turns.close()
-        # Ranks leave together only after a normal end: a rank that failed must report its error without waiting for
-        # others.
+        # Ranks leave together only after a normal end: a rank that failed must report its error without waiting.
         if self.ranks is not None:
             self.ranks.leave()
 
@@ -133,10 +239,10 @@ class TrainerRole:
             incoming = self.link.next_message()
             if incoming is None:
                 continue
-            if isinstance(incoming.message, Acknowledged):
+            if isinstance(incoming.message, remote.Acknowledged):
                 self.publisher.acknowledged(incoming.message.version)
                 continue
-            if isinstance(incoming.message, Resend):
+            if isinstance(incoming.message, remote.Resend):
                 self._resend(incoming, incoming.message.manifest)
                 continue
             self.work.put(incoming)
@@ -159,7 +265,7 @@ class TrainerRole:
     def handle(self, incoming: Incoming) -> None:
         """Do what one message of the controller asks for, and answer it."""
         match incoming.message:
-            case Train(batch=batch, publish=publish, parent=parent, save=save):
+            case remote.Train(batch=batch, publish=publish, parent=parent, save=save):
                 canary: Score = self._score_canary
                 with self._turn():
                     self.link.phase = "stepping"
@@ -167,16 +273,15 @@ class TrainerRole:
                     if publish is not None and self.turns is not None:
                         canary = self._scored_already()
                 if self.first:
-                    self.link.reply(incoming, Trained(report=report))
+                    self.link.reply(incoming, remote.Trained(report=report))
                 if publish is not None:
-                    # The publish is outside the trainer's turn: it may wait for engines, which need steps of their own
-                    # to prove a version.
+                    # Outside the trainer's turn: publishing may wait for engines, which need steps to prove a version.
                     self._publish(publish, parent, canary)
                 if save and publish is not None:
                     self._save(publish, self.link.send)
-            case Publish(version=version, parent=parent):
+            case remote.Publish(version=version, parent=parent):
                 self._publish(version, parent, self._score_canary)
-            case Save(version=version):
+            case remote.Save(version=version):
                 self._save(version, lambda saved: self.link.reply(incoming, saved))
             case other:
                 raise HeadraceError(f"the trainer was sent a {type(other).__name__}")
@@ -193,7 +298,7 @@ class TrainerRole:
                 stack.enter_context(self.turns.held(self.config.pipeline.stall_seconds))
             yield
 
-    def _save(self, version: int, tell: Callable[[Saved], None]) -> None:
+    def _save(self, version: int, tell: Callable[[remote.Saved], None]) -> None:
         self.link.phase = "saving"
         with self.link.spans.span("checkpoint"), self._writing():
             future = self.trainer.begin_save(self.checkpoints, version=version, source=Path(self.config.model.path))
@@ -204,7 +309,7 @@ class TrainerRole:
             except UNWRITABLE as error:
                 self._fail(self._unwritable(error))
                 return
-            tell(Saved(version=version, path=str(path)))
+            tell(remote.Saved(version=version, path=str(path)))
 
         self.saving = future
         self._when_done(future, announce, self._unwritable)
@@ -249,7 +354,7 @@ class TrainerRole:
             if error := done.exception():
                 self.link.fail(incoming, str(error))
             else:
-                self.link.reply(incoming, Resent(manifest=done.result()))
+                self.link.reply(incoming, remote.Resent(manifest=done.result()))
 
         self.publisher.resend(manifest).add_done_callback(answer)
 
@@ -274,7 +379,7 @@ class TrainerRole:
 
         def announce(manifest: Manifest) -> None:
             if self.publisher.announces:
-                self.link.send(Published(manifest=manifest, snapshot_seconds=snapshot_seconds))
+                self.link.send(remote.Published(manifest=manifest, snapshot_seconds=snapshot_seconds))
 
         self._when_done(future, announce)
 
@@ -286,9 +391,9 @@ def join_ranks(link: WorkerLink, config: Config, device: str) -> Ranks | None:
         return None
     link.phase = "meeting the other ranks"
     if training.ranks == 1:
-        (link.run_dir / RENDEZVOUS).unlink(missing_ok=True)  # The file of a previous process.
+        (link.run_dir / remote.RENDEZVOUS).unlink(missing_ok=True)  # The file of a previous process.
     return join(
-        link.run_dir / RENDEZVOUS,
+        link.run_dir / remote.RENDEZVOUS,
         int(link.name.removeprefix("trainer-")),
         training.ranks,
         tensor_parallel=training.tensor_parallel,

@@ -8,8 +8,6 @@ token_loss)`. How the batch is cut into rows, and over how many ranks, changes m
 Nothing in it waits for the device: loss and metrics stay on the device and are read once, at the end of the step.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -45,8 +43,7 @@ from headrace.types import NO_VERSION, Batch, Float32Array, Int32Array
 
 LOSS = "loss"
 REROUTED = "rerouted"
-"""The metric for forced routing: the share of layers, per trained token, in which the record changed the router's
-choice."""
+"""The metric for forced routing: the share of layers, per trained token, in which the record changed the choice."""
 
 
 class Trainer:
@@ -153,14 +150,10 @@ class Trainer:
             )
         return StepReport(
             step=batch.step,
-            version=batch.version,
-            objective=batch.objective,
             loss=gradients.loss,
             grad_norm=applied.norm,
             learning_rate=rate,
             tokens=gradients.tokens,
-            sequence_tokens=len(batch.token_ids),
-            trained_tokens=batch.trained_tokens,
             micro_batches=gradients.micro_batches,
             seconds=time.monotonic() - started,
             skipped=not changed,
@@ -207,8 +200,7 @@ class Trainer:
         """Write a checkpoint `step-XXXXXXXX` below this directory, and return its path once the checkpoint is complete.
 
         `version` is the id under which these weights were published. `source` is the model directory whose tokenizer
-        and other companion files are copied into the checkpoint. By default it is the directory that the model was
-        loaded from.
+        and other companion files are copied into the checkpoint, by default the one that the model was loaded from.
         """
         return self.begin_save(directory, version=version, source=source).result()
 
@@ -268,8 +260,7 @@ class Trainer:
 class Gradients:
     """The results of `accumulate` beside the gradients on the parameters.
 
-    The first read of `figures`, `loss` or `metrics` waits for the device and for the other ranks, so every rank must
-    read.
+    The first read of a figure waits for the device and for the other ranks, so every rank must read.
     """
 
     sums: dict[str, torch.Tensor]
@@ -318,8 +309,6 @@ def accumulate(
 ) -> Gradients:
     """Add the batch's gradients to the model's parameters.
 
-    The `figures` of the result cover the rows of all ranks, and are equal on all ranks.
-
     `policies` are the frozen policies that the loss needs, by their names in `TokenInputs`. They score all rows before
     the first gradient is computed. `half` holds the master weights, where the passes use a narrower copy: the masters
     then get the gradients. `dropout` is active while gradients are computed, and not while policies score.
@@ -349,7 +338,9 @@ def accumulate(
                     found = _backward(model, batch, row, loss, others, entropy, chunk_elements, share=float(counts))
                 if forced is not None:
                     # A position that predicts the first token of several answers counts once for each answer.
-                    found[REROUTED] = forced.changed(upload(row.predictors, input_device(model))) / forced.layers
+                    places = upload(row.predictors, input_device(model))
+                    changed = torch.stack([tokens[places].sum() for tokens in forced.values()])
+                    found[REROUTED] = changed.sum() / len(forced)
             if half is not None:
                 half.collect()
             for name, value in found.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.bench.report import lines
+from headrace.bench.options import lines
 
 
 def test_figures_have_the_names_of_the_json_and_unknown_ones_are_left_out() -> None:

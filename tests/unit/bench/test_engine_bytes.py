@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from headrace.bench.base import SHAPES
 from headrace.bench.engine import Footprint, decode_contexts, footprint
-from headrace.models.shapes import SHAPES
 
 WINDOWS = st.dictionaries(st.none() | st.integers(1, 40), st.integers(1, 9), min_size=1, max_size=3)
 

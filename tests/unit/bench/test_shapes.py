@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from headrace.bench.base import SHAPES, build_shape
 from headrace.errors import ModelError
 from headrace.models.attention import ATTENTION
-from headrace.models.shapes import SHAPES, build_shape
 
 PARAMETERS = {
     "smollm2-135m": 134_515_008,

@@ -10,8 +10,7 @@ import pytest
 import torch
 from bigram import CANARY, make_weights, score
 
-from headrace.delivery.base import Canary, Manifest, Proof
-from headrace.delivery.canary import Tolerance, canary_error
+from headrace.delivery.base import Canary, Manifest, Proof, Tolerance, canary_error
 from headrace.delivery.digest import digest
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.receiver import Receiver

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from link_stub import StubLink
 
-from headrace.engines import event_loop
 from headrace.engines.base import Delta, Request, Sampling
-from headrace.engines.event_loop import EventLoopServer, Opened
 from headrace.engines.fake import FakeEngine
+from headrace.engines.serving import EventLoopServer, Opened
 from headrace.errors import DeadlineError, HeadraceError, PeerDied
 
 SECONDS = 20.0
@@ -123,7 +122,7 @@ def test_an_abort_reaches_what_was_submitted_just_before() -> None:
 
 
 def test_a_stop_ends_every_request_and_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_loop, "CLOSE_SECONDS", 0.1)  # how long a stop waits for a load that does not end
+    monkeypatch.setattr("headrace.engines.serving.CLOSE_SECONDS", 0.1)  # how long a stop waits for a load
     served = Served(lambda: FakeEngine(load_seconds=1000.0))
     with served:
         served.link.submit([ask("a")])
@@ -135,7 +134,7 @@ def test_a_stop_ends_every_request_and_question(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_engine_that_is_lost_says_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_loop, "WATCH_SECONDS", 0.005)
+    monkeypatch.setattr("headrace.engines.serving.WATCH_SECONDS", 0.005)
     pulse = Dependency()
     with Served(slow, pulse) as served:
         served.link.submit([ask("a", 100_000)])
@@ -155,7 +154,7 @@ def test_an_engine_that_is_lost_says_nothing_more(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("what", ["request", "rejection", "error"])
 def test_what_fails_for_want_of_a_server_is_not_answered(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the loss is noticed only because something failed."""
-    monkeypatch.setattr(event_loop, "WATCH_SECONDS", 1000.0)
+    monkeypatch.setattr("headrace.engines.serving.WATCH_SECONDS", 1000.0)
     pulse = Dependency()
 
     class Failing(FakeEngine):

@@ -11,9 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.errors import ModelError
-from headrace.models.attention import ATTENTION, AttentionCall
+from headrace.models.attention import ATTENTION, AttentionCall, ReferenceContext, check_model
 from headrace.models.loading import load_model
-from headrace.models.selfcheck import ReferenceContext, check_model
 
 TINY: dict[str, Any] = {
     "vocab_size": 61,
@@ -142,7 +141,7 @@ def test_the_check_notices_a_difference(
     model = build(family, **changes)
     check_model(model)
     monkeypatch.setattr(Faulty, "fault", fault)
-    monkeypatch.setattr("headrace.models.selfcheck.ReferenceContext", Faulty)
+    monkeypatch.setattr("headrace.models.attention.ReferenceContext", Faulty)
     with pytest.raises(ModelError, match="differ"):
         check_model(model)
 
@@ -160,6 +159,6 @@ def test_in_16_bits_rounding_passes_and_a_wrong_mask_does_not(monkeypatch: pytes
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION).eval()
     check_model(model)
     monkeypatch.setattr(Faulty, "fault", "blind to the token before")
-    monkeypatch.setattr("headrace.models.selfcheck.ReferenceContext", Faulty)
+    monkeypatch.setattr("headrace.models.attention.ReferenceContext", Faulty)
     with pytest.raises(ModelError, match="differ from the model's own attention"):
         check_model(model)

@@ -10,9 +10,8 @@ from link_stub import StubLink
 from vllm_stub import FACTS, Stub, serving
 
 from headrace.delivery.base import Canary, Manifest
-from headrace.engines import event_loop
 from headrace.engines.base import Delta, Request, Sampling
-from headrace.engines.event_loop import EventLoopServer, Opened
+from headrace.engines.serving import EventLoopServer, Opened
 from headrace.engines.vllm import engine as engine_module
 from headrace.engines.vllm import server as server_module
 from headrace.engines.vllm.client import VllmClient
@@ -41,7 +40,7 @@ async def given() -> AsyncIterator[Given]:
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "AGAIN_SECONDS", 0.01)
     monkeypatch.setattr(server_module, "WATCH_SECONDS", 0.02)
-    monkeypatch.setattr(event_loop, "WATCH_SECONDS", 0.02)
+    monkeypatch.setattr("headrace.engines.serving.WATCH_SECONDS", 0.02)
     monkeypatch.setattr(engine_module, "BACKOFF_SECONDS", 0.01)
 
 

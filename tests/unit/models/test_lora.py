@@ -26,10 +26,9 @@ from headrace.engines.base import Request, Sampling
 from headrace.engines.embedded.core import EngineCore
 from headrace.errors import ModelError
 from headrace.models import lora
-from headrace.models.attention import ATTENTION
+from headrace.models.attention import ATTENTION, check_model
 from headrace.models.loading import named_weights
 from headrace.models.lora import ALL_LINEAR, Adapter, adapter_weights
-from headrace.models.selfcheck import check_model
 
 Mode = Literal["merged", "unmerged"]
 MODES: tuple[Mode, ...] = ("merged", "unmerged")

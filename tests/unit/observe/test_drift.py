@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.observe.drift import FEWEST, LengthDrift, ks_distance
+from headrace.observe.metrics import FEWEST, LengthDrift, ks_distance
 from headrace.observe.records import EndedGroup
 from headrace.review.summary import outcomes, quarters
 

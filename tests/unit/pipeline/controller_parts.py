@@ -128,8 +128,8 @@ class FakeTrainer:
         if publish is not None:
             await self.publish(publish, parent)
         return StepReport(
-            step=batch.step, version=batch.version, objective=batch.objective, loss=0.0, grad_norm=1.0,
-            learning_rate=0.1, tokens=1, sequence_tokens=1, trained_tokens=1, micro_batches=1, seconds=self._seconds,
+            step=batch.step, loss=0.0, grad_norm=1.0, learning_rate=0.1, tokens=1, micro_batches=1,
+            seconds=self._seconds,
         )  # fmt: skip
 
     async def publish(self, version: int, parent: int) -> None:

@@ -26,8 +26,7 @@ from headrace.engines.fake import FakeEngine
 from headrace.engines.fake_policy import FakePolicy
 from headrace.engines.pool import EnginePool
 from headrace.errors import ChannelError, DeadlineError, DeliveryError, HeadraceError, PeerDied
-from headrace.pipeline.deliveries import Deliveries, VersionProved
-from headrace.pipeline.versions import Versions
+from headrace.pipeline.versions import Deliveries, VersionProved, Versions
 from headrace.pipeline.waits import Waits
 
 POLICY = FakePolicy(64)

@@ -48,9 +48,8 @@ def step(recorder: Recorder, number: int, answer: int, grad_norm: float, skipped
     pair = (np.arange(3, dtype=np.int32), np.arange(answer, dtype=np.int32))
     batch = assemble_demonstrations([pair], step=number, version=0)
     report = StepReport(
-        step=number, version=0, objective="imitation", loss=0.0, grad_norm=grad_norm, learning_rate=0.1, tokens=1,
-        sequence_tokens=3, trained_tokens=answer, micro_batches=1, seconds=0.1, skipped=skipped,
-        skipped_steps=skipped_steps,
+        step=number, loss=0.0, grad_norm=grad_norm, learning_rate=0.1, tokens=1, micro_batches=1, seconds=0.1,
+        skipped=skipped, skipped_steps=skipped_steps,
     )  # fmt: skip
     recorder.step_ended(batch, [], report)
 

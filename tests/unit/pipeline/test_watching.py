@@ -6,13 +6,14 @@ import asyncio
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from controller_parts import FakeRun
 
 from headrace.config import dump_config
 from headrace.errors import UserError
-from headrace.pipeline.waits import EngineWatch, describe, read_status, write_status
-from headrace.run_dir import RunDir
+from headrace.pipeline.waits import EngineWatch, describe, read_status
+from headrace.run_dir import RunDir, write_whole
 
 
 def test_an_engine_with_requests_and_without_tokens_is_stuck() -> None:
@@ -57,7 +58,7 @@ async def test_the_status_of_a_live_run_says_who_waits_for_whom(tmp_path: Path) 
     run.controller.watch = EngineWatch(lambda: now[0])
     run.controller.watch.progress(run.engines[0].name)
     now[0] = 7.0
-    write_status(run_dir, run.controller.status({"trainer-0": "loading"}))
+    write_whole(run_dir.status, msgspec.json.encode(run.controller.status({"trainer-0": "loading"})))
     status = read_status(tmp_path)
     waits = {wait.owner: wait.what for wait in status.waits}
     assert "all 4 slots are taken" in waits["admit"]

@@ -13,9 +13,9 @@ from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartCon
 from headrace.models.attention import AttentionCall, attending
 from headrace.models.loading import load_model
 from headrace.training.attention import PackedAttention
-from headrace.training.building import prepare_model
 from headrace.training.layers import compile_model, compiled_layers, decoder_layers
 from headrace.training.rows import plan
+from headrace.training.serving import prepare_model
 from headrace.training.trainer import Trainer
 
 TRAINING = TrainingConfig(learning_rate=1e-3, micro_batch_tokens=48, device="cpu")

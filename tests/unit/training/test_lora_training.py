@@ -23,11 +23,11 @@ from headrace.errors import HeadraceError, UserError
 from headrace.models.loading import load_model
 from headrace.models.lora import adapter_weights
 from headrace.training import logprobs
-from headrace.training.building import prepare_model
 from headrace.training.checkpoints.base import base_of, keep_base
 from headrace.training.checkpoints.export import export_checkpoint
 from headrace.training.lora import TrainedAdapter
 from headrace.training.policies import FrozenPolicy
+from headrace.training.serving import prepare_model
 from headrace.training.trainer import Trainer, accumulate
 
 CISPO = AlgorithmConfig()

@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
 from headrace.errors import ModelError
 from headrace.models.loading import load_model
-from headrace.training.building import prepare_model
 from headrace.training.layers import decoder_layers
 from headrace.training.ranks import layer_plan
+from headrace.training.serving import prepare_model
 from headrace.training.trainer import Trainer
 
 TRAINING = TrainingConfig(learning_rate=1e-3, micro_batch_tokens=48)

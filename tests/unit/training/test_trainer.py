@@ -93,12 +93,10 @@ def test_reports_say_what_was_done(tmp_path):
     work = batches()
     reports = [trainer.step(batch) for batch in work]
     assert [report.step for report in reports] == [1, 2, 3, 4, 5, 6, 7]
-    assert [report.objective for report in reports] == ["imitation"] * 2 + ["policy"] * 5
     cosine = [2e-3 * 0.5 * (1 + math.cos(math.pi * done / 3)) for done in range(3)]
     assert [report.learning_rate for report in reports] == pytest.approx([5e-3, 5e-3, 1e-3, 2e-3, *cosine])
     for batch, report in zip(work, reports, strict=True):
-        assert report.sequence_tokens == len(batch.token_ids) > report.tokens > report.trained_tokens
-        assert report.trained_tokens == int(batch.trained.sum())
+        assert len(batch.token_ids) > report.tokens > int(batch.trained.sum())
         assert report.micro_batches > 1
         assert report.seconds > 0
         assert not report.skipped
@@ -289,7 +287,7 @@ def test_a_batch_without_trained_tokens_changes_nothing(tmp_path):
     batch.trained[:] = False
     report = trainer.step(batch)
     assert report.skipped
-    assert (report.loss, report.tokens, report.trained_tokens) == (0.0, 0, 0)
+    assert (report.loss, report.tokens) == (0.0, 0)
     assert_same_weights(trainer.weights(), before)
 
 

@@ -10,8 +10,6 @@ A loss of your own is a file with a `build` function, selected in the configurat
 `READS = ("clip_high",)` names keys of [algorithm].
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -14,8 +14,6 @@ launcher:
 A launcher of another kind starts `python -m headrace.cluster.worker_main` with `spec.arguments` on any host.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import msgspec
@@ -54,16 +52,12 @@ class Launcher(Protocol):
 
     async def start(self, spec: WorkerSpec) -> None:
         """Start one worker. Returns at once, without waiting until the worker is ready."""
-        ...
 
     async def next_exit(self) -> Exit:
         """Wait for the next worker that ends. The caller owns this wait."""
-        ...
 
     def kill(self, name: str) -> None:
         """Kill this worker, if it still runs. `next_exit` reports when it is gone."""
-        ...
 
     async def stop(self, grace: float) -> None:
         """End every worker. Workers that do not end by themselves within `grace` seconds are killed. Idempotent."""
-        ...

@@ -6,8 +6,6 @@ to the launcher, which asks for workers and is told how they ended. The workers 
 fork server ends with its connection and with its parent.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -4,8 +4,6 @@
 worker write to one log, `logs/<name>.log` in the run directory.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -97,10 +97,7 @@ class Sender(Protocol):
     makes the sender sets this attribute."""
 
     def wait(self, version: int, timeout: float) -> None:
-        """Wait until there is a free place for this version.
-
-        After `timeout` seconds, raise `DeliveryError` that names the versions holding the places.
-        """
+        """Wait for a free place. After `timeout` seconds, raise `DeliveryError` naming the versions in the places."""
 
     @abstractmethod
     def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
@@ -175,7 +172,6 @@ class Stored(Sender, Source):
     private = True
     name = ""
     settings = SenderSettings(run_id="")
-    """The settings of the trainer's end."""
 
     def sender(self, settings: SenderSettings, /) -> Sender:
         """See `Transport.sender`."""

@@ -10,8 +10,6 @@ goes into a buffer that held all weights). Both buffers exist from the first ver
 other one. An engine maps both before it serves, because mapping takes longer than decoding should be stopped.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import uuid

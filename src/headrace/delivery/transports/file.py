@@ -4,8 +4,6 @@ The trainer waits only for a copy in memory; the publisher's thread writes the f
 and so is every file whose version is not acknowledged. A location is a path, or a URL that fsspec can reach.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import threading

@@ -6,8 +6,6 @@ has exactly the engines that asked for the same write, and is kept while its mem
 the others lose only that one broadcast: every wait has a deadline, and the next broadcast has a new group.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import socket

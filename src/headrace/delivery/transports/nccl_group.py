@@ -10,8 +10,6 @@ place still holds the same write afterwards. After any failure, the group, the c
 are discarded, so a late broadcast cannot change memory that is in use.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -154,10 +152,7 @@ class ProgressWatch:
 
 
 def bounded(work: Callable[[], T], progress: ProgressWatch) -> T:
-    """Run `work` in a thread and return or raise its outcome.
-
-    If there is no progress in time, the thread is abandoned and `DeliveryError` is raised.
-    """
+    """Run `work` in a thread; return or raise its outcome. Without progress, abandon it and raise `DeliveryError`."""
     outcome: Future[T] = Future()
 
     def run() -> None:

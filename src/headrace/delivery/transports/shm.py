@@ -4,8 +4,6 @@ The trainer never writes to a segment that an engine may still read. An engine c
 before and after its copy. A location is the path of a segment.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 

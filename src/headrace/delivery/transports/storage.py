@@ -8,8 +8,6 @@ refused, and a trainer whose marker was replaced writes nothing more. Waits are 
 This module does not import torch, because the controller sweeps storage.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
@@ -27,9 +25,7 @@ import msgspec
 from headrace.errors import ConfigError, DeliveryError
 
 LOCK = "writer.lock"
-"""The name of the lock file in a directory."""
 MARKER = "writer.json"
-"""The name of the marker file in a folder of a store."""
 READ_AHEAD = 16 << 20
 PIECE = 64 << 20
 """The most bytes passed to a store at once, because the store may copy them."""
@@ -102,10 +98,7 @@ def sweep_storage(directory: Path | str, owner: str) -> bool:
 
 @contextlib.contextmanager
 def opened(location: str) -> Iterator[tuple[BinaryIO, int, object]]:
-    """Open a published file; yield it with its size and a stamp that identifies this file.
-
-    Errors while opening and reading are raised as `DeliveryError`.
-    """
+    """Open a published file; yield it, its size and a stamp identifying it. Errors are raised as `DeliveryError`."""
     if is_url(location):
         with _as_delivery_errors(f"file {location} cannot be read"):
             store, path = connect(location)

@@ -5,8 +5,6 @@ Every wait has a deadline. A broken connection is made again, and only the missi
 engines, an engine may fetch from another one; whatever goes wrong there, the bytes then come from the trainer.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 import uuid

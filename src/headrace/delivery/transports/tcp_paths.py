@@ -9,8 +9,6 @@ Beyond loopback, ZeroMQ's CURVE encrypts every byte and authenticates both ends 
 client sends can end the thread that answers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -33,7 +31,6 @@ from headrace.delivery.transports.tcp_wire import MemorySlice, ReadReply, ReadRe
 from headrace.errors import DeadlineError, DeliveryError
 
 RECONNECT_SECONDS = 0.1
-"""The pause between two attempts to connect."""
 BUFFERED = 1 << 20
 """The size of the socket buffers. It is small, so that bytes are read while they are still in a cache."""
 _CLOSE_SECONDS = 10.0

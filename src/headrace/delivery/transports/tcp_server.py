@@ -17,8 +17,6 @@ the run; this is what a child must know before it asks, and a relay before it se
 made after the start of the run. An encrypted version is never fetched from a relay that does not encrypt.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import socket
@@ -97,10 +95,8 @@ class _Place:
         self.views = Views(self.buffer)
 
     def payload(self, start: int, stop: int) -> bytes | MemorySlice:
-        """Return these bytes in place; the slice keeps the memory alive, and `sequence` shows if it was overwritten.
-
-        Bytes of a relay are copied, because they may be overwritten before a reply is sent completely.
-        """
+        """Return these bytes in place; the slice keeps the memory alive, and `sequence` shows if it was overwritten."""
+        # Bytes of a relay may be overwritten before a reply is sent completely, so they are copied.
         if self.buffer is not self.memory.bytes:
             return self.buffer.numpy()[start:stop].tobytes()
         return MemorySlice(self.buffer.numpy().data[start:stop], self.memory.file, start, self.memory)
@@ -118,10 +114,7 @@ class _WeightServer:
         self._server = serve(bind, keys, lambda frames: self.respond(frames))
 
     def respond(self, frames: list[bytes]) -> list[Any]:
-        """Answer one request; see `Respond`. In a tree, the reply also says from whom to fetch.
-
-        The threads of the server call this method.
-        """
+        """Answer one request in a thread of the server; see `Respond`. In a tree, the reply says from whom to fetch."""
         try:
             ask = msgspec.msgpack.decode(frames[0], type=ReadRequest)
         except (IndexError, msgspec.DecodeError):

@@ -7,8 +7,6 @@ from another host. The file is made when a run starts and removed when the run e
 because the controller makes the file.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re
@@ -71,7 +69,6 @@ class MemorySlice:
     """Consecutive bytes of some memory, which are sent without copying them first."""
 
     view: memoryview
-    """The bytes in place."""
     file: int = -1
     """A file descriptor of the same memory, if it has one."""
     start: int = 0

@@ -4,8 +4,6 @@ A runner may be late: the tokens that it returns may come from plans of earlier 
 those of a runner that computes each plan at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -80,7 +78,6 @@ class Runner(Protocol):
 
     def run(self, plan: StepPlan, version: int) -> list[Sampled]:
         """Begin the plan under the live weights of this version. Return the tokens that are known by now."""
-        ...
 
     def collect(self) -> list[Sampled]:
         """Return the tokens of the oldest work in flight and all others that are known by now.
@@ -103,11 +100,9 @@ class Runner(Protocol):
 
     def clear(self, blocks: Seq[int]) -> None:
         """Make these blocks safe to reuse, because they may hold numbers that are not finite."""
-        ...
 
     def score(self, token_ids: Int32Array, *, again: bool = False) -> Arriving:
         """Begin to score tokens 1..n given their prefix, untempered, without the cache.
 
         With `again`, sequences of this length will be scored often, so the runner may prepare to score them faster.
         """
-        ...

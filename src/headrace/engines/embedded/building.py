@@ -4,8 +4,6 @@ The engine runs in the main thread, and a second thread only passes messages. So
 controller, and a slow controller never delays a decode step.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -21,36 +19,22 @@ from headrace.channel.heartbeats import Stop
 from headrace.channel.turns import FILE as TURNS
 from headrace.channel.turns import EngineTurns
 from headrace.channel.worker_link import Incoming, WorkerLink
-from headrace.config import Config
-from headrace.config.memory import (
-    LONGEST_DEFAULT,
-    MARGIN_BYTES,
-    engine_share,
-    excess_bytes,
-    teacher_facts,
-    trainer_memory,
-)
+from headrace.config.memory import MARGIN_BYTES, engine_share, longest_sequence, teacher_facts, trainer_memory
 from headrace.config.model_dir import model_facts
-from headrace.config.schema import LoraConfig
+from headrace.config.schema import Config, LoraConfig
 from headrace.delivery.digest import digest_as
 from headrace.delivery.transports.tcp_wire import KEYS
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.engine import EngineLoop
-from headrace.engines.embedded.setup import choose_device, give_way_to_decoding
+from headrace.engines.embedded.setup import give_way_to_decoding
 from headrace.engines.serving import Submit, begin, send_deltas
 from headrace.errors import UserError
-from headrace.models.loading import load_model, named_weights
+from headrace.models.attention import check_model
+from headrace.models.loading import choose_device, load_model, named_weights
 from headrace.models.lora import Adapter, frozen_linears
 from headrace.models.rounding import round_weights
-from headrace.models.selfcheck import check_model
 
 _SMALLER_TRAINER = "lower [training] micro_batch_tokens, set activation_checkpointing or offload, or take more ranks"
-
-
-def longest_sequence(configured: int, model: Any) -> int:
-    """Return the length of the longest sequence that an engine takes: as configured, within the model's positions."""
-    limit = int(getattr(model.config, "max_position_embeddings", LONGEST_DEFAULT))
-    return min(configured or LONGEST_DEFAULT, limit)
 
 
 def share_beside_trainer(config: Config, total: int) -> float:
@@ -60,31 +44,29 @@ def share_beside_trainer(config: Config, total: int) -> float:
     trainer and engines do not fit together.
     """
     facts, teacher = model_facts(Path(config.model.path), config.model.weights), teacher_facts(config)
-    needed = trainer_memory(config, facts, teacher).total / 2**30
+    needed = trainer_memory(config, facts, teacher).total
     given = config.engine.memory_fraction
     if given is None:
         share = engine_share(config, facts, total, teacher)
         if share <= 0:
             raise UserError(
                 f"trainer and engine do not fit on one GPU of {total / 2**30:.0f} GiB: the trainer is estimated to need"
-                f" {needed:.1f} GiB, and {MARGIN_BYTES / 2**30:.0f} GiB are a margin ({_SMALLER_TRAINER})"
+                f" {needed / 2**30:.1f} GiB, and {MARGIN_BYTES / 2**30:.0f} GiB are a margin ({_SMALLER_TRAINER})"
             )
         return share
-    if excess_bytes(config, facts, total, given, teacher) > 0:
-        count = config.engine.count
+    count = config.engine.count
+    # No margin is counted, because a user who sets the fraction has decided on the margin.
+    if needed + round(given * total) * count > total:
         raise UserError(
             f"[engine] memory_fraction = {given:g}: {f'{count} engines take' if count > 1 else 'the engine takes'}"
             f" {given * count * total / 2**30:.1f} GiB of a GPU of {total / 2**30:.0f} GiB, and the trainer is"
-            f" estimated to need {needed:.1f} GiB (lower it, or {_SMALLER_TRAINER})"
+            f" estimated to need {needed / 2**30:.1f} GiB (lower it, or {_SMALLER_TRAINER})"
         )
     return given
 
 
 def _round_as_the_trainer(model: Any, config: Config, lora: LoraConfig) -> None:
-    """Round the model's weights to the values that the trainer holds in 4 bits.
-
-    They are rounded from float32, whatever dtype is served.
-    """
+    """Round the weights to the trainer's 4-bit values. They are rounded from float32, whatever dtype is served."""
     spared = tuple(lora.modules)
     sources = None
     if config.model.dtype != "float32":
@@ -95,9 +77,9 @@ def _round_as_the_trainer(model: Any, config: Config, lora: LoraConfig) -> None:
 
 def build(link: WorkerLink, config: Config) -> EngineLoop:
     """Load the model, check it, prepare the engine and report to the link that it is ready."""
-    device = choose_device(config.engine.device)
+    device = choose_device(config.engine.device, "engine")
     engine = config.engine
-    shared = device == "cuda" and choose_device(config.training.device) == "cuda"
+    shared = device == "cuda" and choose_device(config.training.device, "training") == "cuda"
     if shared:
         total = torch.cuda.get_device_properties(0).total_memory
         engine = msgspec.structs.replace(engine, memory_fraction=share_beside_trainer(config, total))
@@ -115,7 +97,7 @@ def build(link: WorkerLink, config: Config) -> EngineLoop:
                 _round_as_the_trainer(model, config, config.lora)
             base_digest = digest_as(named_weights(model), config.model.dtype)
             adapter = Adapter(model, config.lora, config.lora.serve)
-        max_length = longest_sequence(config.engine.max_length, model)
+        max_length = longest_sequence(engine.max_length, getattr(model.config, "max_position_embeddings", 0))
         check_model(model, max_length)
     link.phase = "preparing"
     core = EngineCore(

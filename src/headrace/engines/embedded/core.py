@@ -5,8 +5,6 @@ A pass sees one version of the weights and tags its tokens with that version. Ev
 proof is being made. Tokens of the new version leave the engine only after the proof.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -117,10 +115,7 @@ class EngineCore:
         self.version = version
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Queue requests. A request that cannot be served ends as failed in the next step.
-
-        Raises `ValueError` if an id is in use, because that is a bug of the caller.
-        """
+        """Queue requests. One that cannot be served fails in the next step. Raises `ValueError` if an id is in use."""
         for request in requests:
             if request.id in self.sequences:
                 raise ValueError(f"request {request.id} is already being served")
@@ -229,10 +224,7 @@ class EngineCore:
         return deltas + self._flush_due()
 
     def stage(self, manifest: Manifest) -> Staged:
-        """Fetch weights beside the live ones and check them. This method may run in another thread.
-
-        Raises `DeliveryError` if the weights are wrong or cannot be fetched.
-        """
+        """Fetch and check weights beside the live ones, also in another thread. Raises `DeliveryError` on failure."""
         try:
             staged = self._receiver.stage(manifest, lambda: self._hurry("soon"))
         except DeliveryError:
@@ -254,10 +246,7 @@ class EngineCore:
                 self._score_canary(self._unproved)
 
     def proof(self, *, wait: bool) -> Proof | None:
-        """Return the proof of the weights that `install` made live.
-
-        Return None if the proof is not known yet, or was already returned. With `wait`, wait for the proof.
-        """
+        """Return the proof of the installed weights once, then None. Without `wait`, return None if it is not ready."""
         installed, canary = self._unproved, self._canary
         if installed is not None and (wait or (installed.ready() and canary is not None and canary.ready())):
             self._ready += self._prove(installed)
@@ -281,7 +270,7 @@ class EngineCore:
             return self._runner.score(token_ids).result()
 
     def counters(self) -> Counters:
-        """Return the counters and the occupancy of the engine."""
+        """Return the counters and occupancy, at some moment near the call. Any thread may call this."""
         return Counters(
             version=self.version,
             running=len(self.scheduler.running),

@@ -21,13 +21,12 @@ from headrace.channel.turns import EngineTurns
 from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.receiver import Staged
-from headrace.engines.base import Counters, Delta, Interrupt, Request, failed_delta
+from headrace.engines.base import Delta, Interrupt, Request, failed_delta
 from headrace.engines.embedded.core import EngineCore
-from headrace.engines.embedded.setup import choose_device
 from headrace.engines.streams import StreamedEngine
 from headrace.errors import DeadlineError, DeliveryError, HeadraceError, UserError
-from headrace.models.loading import load_model
-from headrace.models.selfcheck import check_model
+from headrace.models.attention import check_model
+from headrace.models.loading import choose_device, load_model
 from headrace.types import NO_VERSION, Float32Array, Int32Array
 
 T = TypeVar("T")
@@ -39,10 +38,7 @@ _TURN_SECONDS = 1e-3
 
 
 class EngineLoop:
-    """A loop around a core, which it runs in the thread that calls `run`.
-
-    The loop waits for a command or for work. All methods except `run` may be called from any thread.
-    """
+    """Runs a core in the thread that calls `run`, and waits for commands or work. Any thread may call other methods."""
 
     def __init__(
         self,
@@ -65,7 +61,9 @@ class EngineLoop:
         """Staged weights that are installed between two steps, once the requests that they wait for have ended."""
         self._stopping = False
         self._ended = False
-        self._gone = f"engine {core.name} has stopped"
+        self._gone = self.reason = f"engine {core.name} has stopped"
+        """`reason` says why `run` has ended, and names the error if there was one."""
+        self.counters = core.counters
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{core.name}-stage")
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -99,10 +97,6 @@ class EngineLoop:
         """Make `n` requests that continue a running request after its first `at` tokens."""
         return self._ask(lambda: self._core.fork(request_id, at, n))
 
-    def counters(self) -> Counters:
-        """Return the counters and the occupancy of the engine, at some moment near the call."""
-        return self._core.counters()
-
     def stop(self) -> None:
         """Make `run` end before its next step. Running requests are aborted. Idempotent."""
         with self._changed:
@@ -111,7 +105,6 @@ class EngineLoop:
 
     def run(self) -> None:
         """Serve until stopped. An internal error is raised after all open requests and futures have been answered."""
-        reason = self._gone
         try:
             while not self._stopping:
                 self._obey()
@@ -123,10 +116,10 @@ class EngineLoop:
                 else:
                     self._sleep()
         except BaseException as error:
-            reason = f"engine {self._core.name} died of {type(error).__name__}: {error}"
+            self.reason = f"engine {self._core.name} died of {type(error).__name__}: {error}"
             raise
         finally:
-            self._end(reason)
+            self._end()
 
     def _obey(self) -> None:
         while True:
@@ -248,7 +241,7 @@ class EngineLoop:
             else:
                 future.set_result(result)
 
-    def _end(self, reason: str) -> None:
+    def _end(self) -> None:
         with self._changed:
             self._ended = True
             futures, self._futures = self._futures, set()
@@ -267,7 +260,7 @@ class EngineLoop:
         finally:
             for future in futures:
                 if future.set_running_or_notify_cancel():
-                    future.set_exception(HeadraceError(reason))
+                    future.set_exception(HeadraceError(self.reason))
 
 
 class EmbeddedEngine(StreamedEngine):
@@ -278,6 +271,7 @@ class EmbeddedEngine(StreamedEngine):
         # An engine without proved weights may be silent for any time, so a delta has no deadline.
         super().__init__(core.name)
         self._deadline = deadline
+        self.counters = core.counters
         self._events = asyncio.get_running_loop()
         self._loop = EngineLoop(core, lambda deltas: self._hand_over(self.deliver, deltas), config.interrupt)
         self._thread = threading.Thread(target=self._serve, name=core.name, daemon=True)
@@ -301,7 +295,7 @@ class EmbeddedEngine(StreamedEngine):
         With `version = 0`, the engine serves the weights of the directory as version 0. By default it samples nothing
         until weights come by `load`.
         """
-        model = load_model(path, weights=weights, dtype=dtype, seed=seed, device=choose_device(config.device))
+        model = load_model(path, weights=weights, dtype=dtype, seed=seed, device=choose_device(config.device, "engine"))
         check_model(model, max_length)
         return cls(EngineCore(model, config, name=name, max_length=max_length, version=version), config)
 
@@ -323,10 +317,6 @@ class EmbeddedEngine(StreamedEngine):
         self.flush()
         return await self._settled(self._loop.fork(request_id, at, n), "a fork")
 
-    def counters(self) -> Counters:
-        """Return the counters and the occupancy of the engine, at some moment near the call."""
-        return self._loop.counters()
-
     async def close(self) -> None:
         """See `Engine.close`."""
         self.flush()
@@ -342,14 +332,10 @@ class EmbeddedEngine(StreamedEngine):
         self._loop.abort([request_id])
 
     def _serve(self) -> None:
-        reason = f"engine {self.name} has stopped"
         try:
             self._loop.run()
-        except BaseException as error:
-            reason = f"engine {self.name} died of {type(error).__name__}: {error}"
-            raise
         finally:
-            self._hand_over(self.lost, reason)
+            self._hand_over(self.lost, self._loop.reason)
 
     def _hand_over(self, take: Callable[[T], None], what: T) -> None:
         # When the event loop is closed, nobody reads the deltas.

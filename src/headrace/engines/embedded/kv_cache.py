@@ -27,10 +27,7 @@ class Chain:
         self._keys: list[bytes] = []
 
     def keys(self, tokens: Sequence[int], count: int) -> list[bytes]:
-        """Return the keys of at least the first `count` blocks.
-
-        Since the last call, tokens may have been added at the end of `tokens`, and nothing else may have changed.
-        """
+        """Return the keys of at least the first `count` blocks. Between calls, `tokens` may only grow at its end."""
         keys, size = self._keys, self._block_size
         parent = keys[-1] if keys else self.version.to_bytes(8, "little", signed=True)
         while len(keys) < count:

@@ -7,8 +7,6 @@ the distribution that was really drawn from, in fp32. `kernels.sampling` follows
 module is its reference.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -119,10 +117,7 @@ def _pick(masses: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def _keep(logits: torch.Tensor, masses: torch.Tensor, rule: _Rule) -> torch.Tensor:
-    """Return which tokens truncation keeps, [R, V].
-
-    Tokens above an edge are kept, and of the tokens exactly at the edge those with the lowest ids.
-    """
+    """Return which tokens truncation keeps, [R, V]: all above the edge, and at the edge those with the lowest ids."""
     keep = logits > float("-inf")
     if rule.top_k or rule.top_p < 1:
         edge, places = _edge(logits, masses, rule)

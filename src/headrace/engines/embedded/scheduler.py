@@ -9,8 +9,6 @@ exception: it takes its parent's keys and values, whatever their version. A prom
 group holds references to its blocks; the prefix cache holds none.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections import Counter
 from dataclasses import dataclass, field
@@ -62,10 +60,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class _Beginning:
-    """The first tokens of a sequence, in blocks that already exist.
-
-    If the last block is not full, a sequence does not share that block but copies it.
-    """
+    """The first tokens of a sequence, in blocks that exist. A last block that is not full is copied, not shared."""
 
     blocks: list[int]
     tokens: int
@@ -361,10 +356,7 @@ class Scheduler:
         return _Beginning(blocks, tokens, self._version, tokens, chain)
 
     def _remember(self, sequence: Sequence) -> None:
-        """Offer the full blocks of this sequence to the prefix cache.
-
-        Only blocks whose tokens are all known, and which were computed under the served version, are offered.
-        """
+        """Offer to the prefix cache the full blocks whose tokens are known and computed under the served version."""
         full = min(sequence.pure, len(sequence.tokens)) // self.pool.block_size
         if full > sequence.cached and sequence.kv_version == self._version:
             keys = self._chain(sequence).keys(sequence.tokens, full)

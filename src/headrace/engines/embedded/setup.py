@@ -3,8 +3,6 @@
 A model on a GPU gets the GPU's runner. Its layers are compiled too, unless `[engine] compile` is off.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import sys
@@ -36,13 +34,6 @@ CANARY_LENGTH = 16
 
 MakeRunner = Callable[[Any, EngineConfig, int], tuple[Runner, BlockPool]]
 """Makes a runner and its block pool from a model, the engine's configuration and the longest length."""
-
-
-def choose_device(wanted: str) -> str:
-    """Return the torch device for a value of `[engine] device`. Raises `UserError` for `cuda` without a GPU."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError('[engine] device = "cuda", but torch finds no GPU here')
-    return ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
 
 
 def make_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:

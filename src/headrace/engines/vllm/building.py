@@ -8,8 +8,6 @@ imported.
 server that passes these checks answers with correct log-probabilities and versions, and takes the run's weights.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import AsyncIterator
@@ -21,22 +19,14 @@ from urllib.parse import urlsplit
 from headrace.channel.worker_link import WorkerLink
 from headrace.config import Config
 from headrace.config.declared import transport_facts
-from headrace.config.memory import LONGEST_DEFAULT
+from headrace.config.memory import longest_sequence
 from headrace.config.model_dir import model_facts
 from headrace.delivery.setup import choose
 from headrace.delivery.transports.tcp_wire import KEYS
-from headrace.engines.event_loop import EventLoopServer, Opened
+from headrace.engines.serving import EventLoopServer, Opened
 from headrace.engines.vllm.client import VllmClient
 from headrace.engines.vllm.engine import VllmEngine
-from headrace.engines.vllm.server import (
-    EXTENSION,
-    KEY_VARIABLE,
-    NOISE,
-    TRANSFER,
-    VllmServer,
-    check_server,
-    until_there,
-)
+from headrace.engines.vllm.server import EXTENSION, KEY_VARIABLE, NOISE, TRANSFER, VllmServer, check_server, until_there
 from headrace.errors import ChannelError, HttpError, UserError
 from headrace_vllm_plugin.wire import BACKEND, PROTOCOL, Facts
 
@@ -53,7 +43,7 @@ def serve(link: WorkerLink, config: Config) -> None:
 async def _opened(link: WorkerLink, config: Config) -> AsyncIterator[Opened]:
     rank = int(link.name.rpartition("-")[2])  # The name of a worker process ends in its rank: engine-0.
     model = model_facts(Path(config.model.path), config.model.weights)
-    max_length = min(config.engine.max_length or LONGEST_DEFAULT, model.max_positions or LONGEST_DEFAULT)
+    max_length = longest_sequence(config.engine.max_length, model.max_positions)
     server: VllmServer | None = None
     try:
         if config.engine.urls:
@@ -183,10 +173,7 @@ async def _hello(client: VllmClient) -> Facts:
 
 
 async def _check_tokens(client: VllmClient) -> None:
-    """Generate one token through the endpoint that a run uses.
-
-    This checks that the endpoint exists, and that its answer says which weights drew the token.
-    """
+    """Generate one token as a run does. The endpoint must exist, and must say which weights drew the token."""
     url = client.url
     params = {"max_tokens": 1, "logprobs": 0, "detokenize": False, "ignore_eos": True}
     try:

@@ -22,8 +22,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from headrace.delivery.base import Manifest, Proof
-from headrace.delivery.canary import Tolerance, canary_error
+from headrace.delivery.base import Manifest, Proof, Tolerance, canary_error, some_names
 from headrace.errors import ChannelError, DeadlineError, HttpError, UserError
 from headrace.types import NO_VERSION, Float32Array
 from headrace_vllm_plugin.wire import FetchOrder, Live, StagingState
@@ -170,10 +169,7 @@ class VllmClient:
             raise ChannelError(f"{self.url}: {method} was answered with {answer!r:.200}: {error}") from error
 
     async def call(self, method: str, path: str, body: Any = None, *, timeout: float) -> Any:
-        """Return the decoded JSON of the answer, or its text if it is not JSON.
-
-        Raises `HttpError` for a status of 400 and above.
-        """
+        """Return the JSON of the answer, or its text if it is not JSON. A status of 400 or above raises `HttpError`."""
         try:
             async with asyncio.timeout(timeout), self._exchange(method, path, body) as answer:
                 text = await answer.read()
@@ -397,16 +393,12 @@ def _reason(body: bytes) -> str:
 
 
 def _mismatch(manifest: Manifest, live: list[Live], error: float, tolerance: float) -> str:
-    wrong = sorted({name for one in live for name in one.wrong})
-    missing = sorted({name for one in live for name in one.missing})
+    wrong = {name for one in live for name in one.wrong}
+    missing = {name for one in live for name in one.missing}
     if wrong:
-        return f"the live weights differ from what was staged: {_some(wrong)}"
+        return f"the live weights differ from what was staged: {some_names(wrong)}"
     if missing:
-        return f"version {manifest.version} does not fill {_some(missing)}"
+        return f"version {manifest.version} does not fill {some_names(missing)}"
     if error > tolerance:
         return f"the canary is off by {error:.3g} (tolerance {tolerance:.3g})"
     return ""
-
-
-def _some(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

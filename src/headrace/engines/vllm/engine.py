@@ -42,7 +42,6 @@ RETRIES = 4
 """A request fails if more than this many streams break in a row without a token between them."""
 BACKOFF_SECONDS = 0.1
 
-
 _FINISHES: dict[str, FinishReason] = {"length": "length", "stop": "stop"}
 
 Cut = Literal["", "recall", "abort"]

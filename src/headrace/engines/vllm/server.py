@@ -3,8 +3,6 @@
 The server's progress is reported while it starts. The server ends with the process that started it, and its log stays.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -209,8 +207,7 @@ async def check_server(client: VllmClient, check_process: Callable[[], None] | N
 
     A server is lost if its process has ended, or if it twice in a row refuses connections or reports that it is broken.
     A server that is only slow to answer is not lost: its progress is checked by the deadlines for tokens.
-    `check_process` is given if this process started the server. It raises `UserError` if the server's process has
-    ended.
+    `check_process`, given for a server that this process started, raises `UserError` if the server has ended.
     """
     try:
         if check_process is not None:

@@ -14,8 +14,6 @@ does not count as a checkpoint.
 No torch is imported here, because the controller looks for checkpoints too.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -4,8 +4,6 @@ The exported weights are those of the checkpoint, and no file of Headrace is lef
 there as a whole or not at all.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any, Literal

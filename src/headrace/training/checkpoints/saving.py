@@ -8,8 +8,6 @@ Training continues while a checkpoint is written. Any number of ranks can read e
 bit for bit those that were saved.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -3,8 +3,6 @@
 Every token keeps a gradient: clipping bounds the token's weight but never removes the token.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, capped, log_ratio, policy_sums

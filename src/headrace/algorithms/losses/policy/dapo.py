@@ -3,8 +3,6 @@
 The rest of DAPO is configuration, not loss: the mean over the step's tokens, and the shaping of overlong answers.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from headrace.algorithms.losses.base import Loss, clip_range

@@ -5,8 +5,6 @@ one lies on the line between the log-probabilities of sampler and policy, nearer
 costs no forward pass. A recomputed one uses the weights with which the version in training began.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -4,8 +4,6 @@ The advantage of a token is log teacher - log pi, so the expected on-policy grad
 Rewards are not used.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, given, log_ratio

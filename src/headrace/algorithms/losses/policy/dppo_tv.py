@@ -4,8 +4,6 @@ A rare token may change by a large ratio, but a common token may not. A token ge
 moved by more than `delta` in the direction of its advantage.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

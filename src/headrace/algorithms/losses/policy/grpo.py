@@ -3,8 +3,6 @@
 A token gets no gradient if its ratio has left the trust region in the direction of its advantage.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

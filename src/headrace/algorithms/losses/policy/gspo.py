@@ -3,8 +3,6 @@
 The tokens of a sequence are clipped together or not at all, and each token has the sequence's ratio as its weight.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from headrace.algorithms.losses.base import (

@@ -3,8 +3,6 @@
 The loss is correct on-policy only. It is the baseline for the other losses: it shows what lag costs without a remedy.
 """
 
-from __future__ import annotations
-
 import torch
 
 from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, log_ratio, policy_sums

@@ -4,8 +4,6 @@ The gradient of a token fades as its ratio moves away from 1, in either directio
 default temperatures it fades faster for tokens with a negative advantage.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -4,8 +4,6 @@ The weight of a bad answer is the importance ratio of the whole answer, at most 
 gives are left alone, so unlikely answers are not pushed down without end.
 """
 
-from __future__ import annotations
-
 import torch
 
 from headrace.algorithms.losses.base import (

@@ -3,8 +3,6 @@
 If a capture fails, one line of the log says so, and that kind of work runs uncaptured from then on.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -25,12 +23,10 @@ Record = Callable[[Callable[[], object]], Replay]
 
 
 def make_recorder(device: torch.device, *, capture: bool) -> Record | None:
-    """Return a function that captures CUDA graphs, or None if nothing is to be captured.
-
-    All graphs share one memory pool, because they are replayed one after the other on one stream.
-    """
+    """Return a function that captures CUDA graphs, or None if nothing is to be captured."""
     if not capture or device.type != "cuda":
         return None
+    # One pool for all graphs, because they are replayed one after the other on one stream.
     pool = torch.cuda.graph_pool_handle()
 
     def record(body: Callable[[], object]) -> Replay:

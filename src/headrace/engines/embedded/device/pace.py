@@ -6,8 +6,6 @@ If checking the weights takes less than one step, no launch at all is made befor
 that launch longer than the device is idle without it, which is at most one step.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

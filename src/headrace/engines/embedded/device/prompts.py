@@ -5,8 +5,6 @@ If the host would be slower than the GPU, passes are padded to a few sizes. A si
 second time, and replayed from then on.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field

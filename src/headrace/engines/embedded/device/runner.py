@@ -4,8 +4,6 @@ The host touches a row only to admit it, to give it blocks and to forget it. All
 So the last work that used a row or a block is done before that row or block is used for something else.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Sequence as Seq
@@ -271,10 +269,7 @@ class DeviceRunner:
         self._ended = self._launches[-1].records.mark
 
     def _collect(self, *, idle: bool) -> list[Sampled]:
-        """Return the results of finished launches.
-
-        Wait for the oldest launch if too many are in flight, or if the host is idle and has nothing else to do.
-        """
+        """Return results of finished launches. Wait for the oldest if the host is idle or too many are in flight."""
         started, waited = time.perf_counter(), 0.0
         if self._busy_since is not None:
             self._pace.turned(started - self._busy_since)
@@ -293,10 +288,7 @@ class DeviceRunner:
         return sampled
 
     def _linger(self, launch: _Launch) -> float:
-        """Delay the next launch while this launch, which has just begun, keeps the device busy.
-
-        New weights can then go before the next launch. Return the seconds waited.
-        """
+        """Delay the next launch while this one runs, so that new weights can go first. Return the seconds waited."""
         began = time.perf_counter()
         until = began + self._pace.spare(launch.steps)
         launch.records.wait(lambda: self._pace.haste != "none" or time.perf_counter() >= until)

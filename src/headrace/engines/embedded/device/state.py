@@ -6,8 +6,6 @@ that is never live: entries that only fill a batch up to its bucket point at the
 through the engine's stream, so a launch that is in flight never sees a change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -28,10 +26,7 @@ MARGIN = 0.10
 
 
 class DeviceCache:
-    """The keys and values of each layer, `[blocks, heads, block_size, head size]`.
-
-    The part of a block that belongs to one head is one piece of memory.
-    """
+    """Keys and values by layer, `[blocks, heads, block_size, head size]`. A head's part of a block is contiguous."""
 
     def __init__(
         self, shapes: Seq[LayerShape], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device

@@ -4,8 +4,6 @@ The step reads and writes only buffers at fixed addresses, so it can be captured
 it is first needed, and replayed from then on.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -101,10 +99,7 @@ class DecodeStep:
         return self._buckets[bisect_left(self._buckets, entries)]
 
     def prepare(self, bucket: int, variant: Variant) -> None:
-        """Capture the step, unless that was done before.
-
-        This changes the current batch and the ring, so call it before they are set.
-        """
+        """Capture the step once. This changes the current batch and the ring, so call it before they are set."""
         if self._record is not None and (bucket, variant) not in self._replays:
             self.state.choose([], bucket)
             self.state.cursor.zero_()

@@ -105,8 +105,6 @@ def paged_decode(
     *,
     splits: int = 1,
     tile: int | None = None,
-    num_warps: int = 4,
-    num_stages: int = 3,
 ) -> torch.Tensor:
     """Return the attention output, `[B, H, Dv]`, of the new token of each row, and store its key and value.
 
@@ -144,8 +142,8 @@ def paged_decode(
         BLOCK=block_size,
         TILE=tile,
         SPLITS=splits,
-        num_warps=num_warps,
-        num_stages=num_stages,
+        num_warps=4,
+        num_stages=3,
     )
     if splits > 1:
         _combine_kernel[(heads, batch)](

@@ -14,10 +14,7 @@ import triton.language as tl
 def write_cache(
     key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Store the keys and values (`[T, kv_heads, D]`) of T tokens.
-
-    A token whose slot is negative is skipped. No two tokens may have the same slot.
-    """
+    """Store the keys and values (`[T, kv_heads, D]`) of T tokens, each in its own slot. A negative slot is skipped."""
     assert keys.is_contiguous() and values.is_contiguous()
     for new, store in ((key, keys), (value, values)):
         assert new.stride(2) == 1 and new.dtype == store.dtype

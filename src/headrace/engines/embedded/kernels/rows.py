@@ -14,8 +14,6 @@ IDLE = -1
 """The position of an idle entry, and the token that it reports."""
 LEAST_SIZE = 256
 """The smallest size that is computed. A smaller batch would not be faster, and every size is compiled separately."""
-
-
 STOPS = 16
 """The number of stop tokens per row that the device knows. The host checks all stop tokens, and its result counts."""
 

@@ -202,8 +202,7 @@ def _search(
         from_third = tl.full([_BLOCK], 0.0, tl.float32)
         for start in range(0, VOCABULARY, _BLOCK * _UNROLL):
             for part in tl.static_range(_UNROLL):
-                offsets = start + part * _BLOCK + tl.arange(0, _BLOCK)
-                x = tl.load(logits + offsets, mask=offsets < VOCABULARY, other=float("-inf")).to(tl.float32)
+                x = _read(logits, start + part * _BLOCK, VOCABULARY, _BLOCK)
                 mass = tl.full([_BLOCK], 1.0, tl.float32) if COUNT else tl.exp2((x - best) * scale)
                 from_first += tl.where(x >= first, mass, 0.0)
                 from_second += tl.where(x >= second, mass, 0.0)
@@ -222,10 +221,7 @@ def _search(
 
 @triton.jit
 def _floor_of_best(tops, number, best):
-    """Return a value that at least `number` tokens reach, and a guess where the search may begin.
-
-    The value is -inf if the tiles' maxima cannot tell.
-    """
+    """Return a value that at least `number` tokens reach (-inf if unknown), and a guess where the search may begin."""
     reach = tl.sum((tops[None, :] >= tops[:, None]).to(tl.int32), axis=1)
     sure = tl.max(tl.where(reach >= number, tops, float("-inf")), axis=0)
     least = tl.min(tl.where(tops > float("-inf"), tops, best), axis=0)
@@ -365,10 +361,7 @@ def _pick(
     logits, rows, positions, reals, wholes, maxima, masses, edges, places, ties, tokens, logprobs,
     VOCABULARY: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """Pick the first token, in the order of ids, where the cumulative mass exceeds the row's noise.
-
-    A greedy row picks its best token.
-    """
+    """Pick the first id where the cumulative mass exceeds the row's noise. A greedy row picks its best token."""
     entry = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + entry).to(tl.int64)
     temperature, greedy = _temperature(reals, row)

@@ -16,10 +16,9 @@ from headrace.delivery.copying import copy_all
 from headrace.delivery.digest import digest
 from headrace.engines.base import Request, Sampling
 from headrace.engines.embedded.core import EngineCore
-from headrace.models import prepack
+from headrace.engines.embedded.runner import pack_linears, small_products
+from headrace.models.attention import check_model
 from headrace.models.loading import load_model, named_weights
-from headrace.models.prepack import pack_linears, small_products
-from headrace.models.selfcheck import check_model
 
 SIZES = {
     "vocab_size": 300,
@@ -35,7 +34,7 @@ SIZES = {
 
 @pytest.fixture(autouse=True)
 def _pack_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepack, "SMALLEST", 1)
+    monkeypatch.setattr("headrace.engines.embedded.runner.SMALLEST_PACKED", 1)
 
 
 @pytest.fixture(params=["tied", "biased"])
@@ -169,7 +168,7 @@ def test_a_changed_input_is_not_answered_from_the_last_one() -> None:
 
 
 def test_small_products_and_other_dtypes_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepack, "SMALLEST", 8 * 6 + 1)
+    monkeypatch.setattr("headrace.engines.embedded.runner.SMALLEST_PACKED", 8 * 6 + 1)
     assert pack_linears(nn.Sequential(nn.Linear(8, 6), nn.Linear(8, 7))) == 1
     assert pack_linears(nn.Linear(8, 7).to(torch.bfloat16)) is None
 
