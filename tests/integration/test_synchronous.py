@@ -107,7 +107,7 @@ def warm_start_batches(config) -> list[Batch]:
         pairs = [
             (
                 chat.open(prompt.messages),
-                np.append(chat.encode(prompt.data["demonstration"]), chat.stop_token_ids[0]).astype(np.int32),
+                np.append(chat.encode(prompt.data["demonstration"]), chat.end_token_id).astype(np.int32),
             )
             for prompt in drawn
         ]

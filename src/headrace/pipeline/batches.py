@@ -91,5 +91,7 @@ def _demonstration(task: Task, chat: ChatFormat, prompt: Prompt) -> tuple[Int32A
     answer = task.demonstration(prompt)
     if answer is None:
         raise ConfigError(f"[warm_start] steps: the task has no demonstration for prompt {prompt.id}")
+    if chat.end_token_id is None:
+        raise ConfigError("[warm_start] steps: neither the chat template nor the model's files name an end of turn")
     opening = chat.open(prompt.messages) if prompt.messages else chat.encode(prompt.text or "")
-    return opening, np.append(chat.encode(answer), chat.stop_token_ids[0]).astype(np.int32)
+    return opening, np.append(chat.encode(answer), chat.end_token_id).astype(np.int32)

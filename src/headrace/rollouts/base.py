@@ -26,6 +26,11 @@ class ChatFormat(Protocol):
         """The tokens with which the model ends its turn."""
         ...
 
+    @property
+    def end_token_id(self) -> int | None:
+        """The one token with which an assistant's turn ends in the chat template; None if no end is known."""
+        ...
+
     def open(self, messages: Sequence[dict[str, str]]) -> Int32Array:
         """Return the tokens of the opening messages, up to where the policy's first turn begins."""
         ...

@@ -74,6 +74,7 @@ class _Chat:
     """A `ChatFormat` with one token per character."""
 
     stop_token_ids = (STOP_TOKEN,)
+    end_token_id = STOP_TOKEN
 
     def open(self, messages: Sequence[dict[str, str]]) -> Int32Array:
         return self.encode(messages[-1]["content"])

@@ -51,11 +51,13 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._template = template
         self._origin = origin
-        stops = set(stop_token_ids)
+        known = list(stop_token_ids)
         if (end := self._end_of_turn()) is not None:
-            stops.add(end)
-        self.stop_token_ids = tuple(sorted(stops))
+            known.insert(0, end)
+        self.stop_token_ids = tuple(sorted(set(known)))
         """The tokens with which the model ends its turn, in ascending order."""
+        self.end_token_id = known[0] if known else None
+        """The token with which the template itself ends an assistant's turn, or else the first of the stop tokens."""
 
     @classmethod
     def load(cls, model_dir: str | Path) -> ChatFormat:
@@ -128,9 +130,14 @@ class ChatFormat:
             rendered = template.render([*turns, *messages], add_generation_prompt=True, tools=tools)
             _, again, following = rendered.partition(dummy)
             found.add(following if before and again and following.startswith(end) else None)
-        if len(found) != 1 or None in found:
+        thought, words = _DUMMIES
+        thinking = {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\n{words}"}
+        rendered = template.render([_OPENING, thinking, *messages], add_generation_prompt=True, tools=tools)
+        rewrites, forgets = len(found) != 1 or None in found, thought not in rendered.partition(words)[0]
+        if rewrites or forgets:
+            what = "rewrites" if rewrites else "removes the thinking (<think>) of"
             raise ModelError(
-                f"{self._origin}: the chat template rewrites an assistant's turn when messages follow it; "
+                f"{self._origin}: the chat template {what} an assistant's turn when messages follow it; "
                 "episodes of several turns need one that only appends"
             )
         return str(found.pop())
@@ -202,16 +209,17 @@ def _template_source(path: Path, settings: dict[str, Any]) -> str | None:
     return source
 
 
-def _stop_token_ids(path: Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> set[int]:
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        ids = _read_json(path / name).get("eos_token_id")
-        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+def _stop_token_ids(path: Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> list[int]:
+    """Return the tokens that the model's files call an end, the tokenizer's own `eos_token` first."""
+    found: list[int] = []
     if (end := special.get("eos_token")) is not None:
         id = tokenizer.token_to_id(end)
         if id is None:
             raise ModelError(f"{path}: its eos_token {end!r} is not in tokenizer.json")
-        found.add(id)
+        found.append(id)
+    for name in ("generation_config.json", "config.json"):
+        ids = _read_json(path / name).get("eos_token_id")
+        found += ids if isinstance(ids, list) else [] if ids is None else [ids]
     return found
 
 

@@ -33,13 +33,13 @@ TEMPLATE = (
 )
 
 
-def merging_chat() -> ChatFormat:
+def merging_chat(template: str = TEMPLATE) -> ChatFormat:
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *LETTERS, "?", " ", *PAIRS])}
     tokenizer = Tokenizer(models.BPE(vocabulary, [(pair[0], pair[1]) for pair in PAIRS], unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(SPECIAL)
-    return ChatFormat(tokenizer, ChatTemplate(TEMPLATE, {}, "test"), [END])
+    return ChatFormat(tokenizer, ChatTemplate(template, {}, "test"), [END])
 
 
 def fake_engine(**arguments: Any) -> FakeEngine:
@@ -55,11 +55,12 @@ async def serving(
     max_turns: int = 8,
     max_length: int = 200,
     session_seconds: float = 20.0,
+    template: str = TEMPLATE,
     **more: Any,
 ) -> AsyncIterator[Gateway]:
     gateway = Gateway(
         engine or fake_engine(),
-        merging_chat(),
+        merging_chat(template),
         model="tiny",
         max_length=max_length,
         max_tokens=max_tokens,
@@ -78,7 +79,7 @@ async def serving(
 def opened(gateway: Gateway, *, seed: int = 1, max_tokens: int = 40, temperature: float = 1.0) -> Session:
     """A session that somebody works in."""
     session = Session(
-        chat=merging_chat(),
+        chat=gateway.chat,
         prompt=Prompt(id="p", messages=[{"role": "user", "content": "hi"}], data={"answer": "b"}),
         sampling=Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed, stop_token_ids=(END,)),
         max_turns=8,

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import openai
 import pytest
-from gateway_parts import END, client, fake_engine, merging_chat, opened, post, serving, until, user
+from gateway_parts import END, TEMPLATE, client, fake_engine, merging_chat, opened, post, serving, until, user
 
 from headrace.engines.base import Sampling
 from headrace.engines.fake_policy import FakePolicy
@@ -73,6 +73,18 @@ async def test_turns_go_on_from_their_tokens_and_an_edit_forks() -> None:
     main, edited = session.conversation.traces()
     assert main.token_ids.tolist() == third.token_ids.tolist()
     assert main.trained_tokens + edited.trained_tokens == session.conversation.sampled
+
+
+async def test_friction_56_a_follow_up_under_a_template_that_removes_thinking_is_one_line() -> None:
+    forgetful = TEMPLATE.replace("message.content", "message.content.split('</think>')[-1]")
+    async with serving(template=forgetful) as gateway:
+        session = opened(gateway)
+        async with client(gateway, session) as api:
+            answer = await api.chat.completions.create(model="tiny", messages=HI)
+            said = {"role": "assistant", "content": answer.choices[0].message.content}
+            with pytest.raises(openai.BadRequestError, match="chat template removes the thinking") as refusal:
+                await api.chat.completions.create(model="tiny", messages=[*HI, said, user("ab")])
+    assert "\n" not in refusal.value.message and len(session.conversation.turns) == 1
 
 
 async def test_a_streamed_answer_is_the_same_answer() -> None:

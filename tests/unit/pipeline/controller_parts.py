@@ -35,6 +35,7 @@ class PlainChat:
     """One token a character; no end token."""
 
     stop_token_ids = (63,)
+    end_token_id = 63
 
     def open(self, messages: Any) -> Int32Array:
         return self.encode(messages[-1]["content"])

@@ -23,6 +23,7 @@ class TinyChat:
     """`<user>text<end><assistant>` ..., one token a character. It counts what it renders."""
 
     stop_token_ids = (END,)
+    end_token_id = END
 
     def __init__(self) -> None:
         self.opened = 0

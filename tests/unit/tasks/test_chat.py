@@ -178,6 +178,32 @@ def test_a_template_that_rewrites_turns_is_refused(tmp_path: Path, template: str
         chat.continue_([FOLLOW_UP], ended=True)
 
 
+THINKS = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{% if m.role == 'assistant' and loop.index0 < ns.last %}{{ m.content.split('</think>')[-1].lstrip('\\n') }}"
+    "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""As Qwen3 does it: thinking stays until a user speaks again."""
+FORGETS = CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")
+"""As DeepSeek-R1 does it: no earlier turn keeps its thinking."""
+
+
+def test_friction_56_a_template_that_removes_earlier_thinking_is_refused(tmp_path: Path) -> None:
+    line = r"removes the thinking \(<think>\) of an assistant's turn when messages follow it; episodes of several turns"
+    for name, template in (("qwen", THINKS), ("deepseek", FORGETS)):
+        chat = ChatFormat.load(write_model(tmp_path / name, template))
+        assert len(chat.open([QUESTION]))
+        with pytest.raises(ModelError, match=line):
+            chat.continue_([FOLLOW_UP], ended=True)
+    # Where a tool answers, thinking stays: what follows is what the template writes.
+    tool = {"role": "tool", "content": "408"}
+    chat = ChatFormat.load(tmp_path / "qwen")
+    text = chat.decode(chat.continue_([tool], ended=True), skip_special=False)
+    assert text == "\n<|im_start|>tool\n408<|im_end|>\n<|im_start|>assistant\n"
+
+
 def test_what_a_template_refuses_is_one_line(tmp_path: Path) -> None:
     chat = ChatFormat.load(write_model(tmp_path, GEMMA))
     with pytest.raises(ModelError, match=r"refuses a conversation of \(system, user\): no system here$"):
