@@ -17,7 +17,7 @@ from headrace.training.logprobs import read_row
 from headrace.training.ranks import bring_to_rest
 from headrace.training.routing import following
 from headrace.training.rows import MicroBatch
-from headrace.types import Batch
+from headrace.types import Batch, without_republished
 
 
 class StoredWeights:
@@ -128,13 +128,15 @@ class Policies:
             assert context is not None
             found["reference"] = FrozenPolicy(self._model, context)
         if self._needs.proximal:
-            found["proximal"] = FrozenPolicy(self._model, self._begun(batch.version).installed)
+            found["proximal"] = FrozenPolicy(self._model, self._begun(batch).installed)
         if self._needs.teacher:
             found["teacher"] = FrozenPolicy(self._teacher, follows=False)
         return found
 
-    def _begun(self, version: int) -> StoredWeights:
-        """Return the weights with which this version began: those before its first batch was trained."""
+    def _begun(self, batch: Batch) -> StoredWeights:
+        """Return the weights with which the version in training began: those before its first batch was trained."""
+        # A trainer that restarts inside a version publishes the same weights under another id: no version begins then.
+        version = int(without_republished(batch.version, batch.republished))
         if self._proximal is None or version != self._version:
             self._proximal = None  # its memory is free before the next copy is made
             self._proximal = StoredWeights(self._model)

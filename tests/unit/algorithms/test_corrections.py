@@ -83,6 +83,16 @@ def test_tis_widens_no_trust_region(corrections):
     assert slope("gspo", inputs, clip_high=2.5) == pytest.approx([0.0, 0.0, limit, limit])
 
 
+@pytest.mark.parametrize("corrections", [[], ["tis"]])
+def test_friction_50_tis_does_not_widen_the_trust_region_of_dppo_tv(corrections):
+    """From 0.05 to 0.30 is further than 0.2, so a token with a positive advantage has no gradient."""
+    mu, pi = torch.tensor([0.05], dtype=torch.float64), torch.tensor([0.30], dtype=torch.float64)
+    inputs = inputs_of([6.0])._replace(behaviour=mu.log(), logprobs=pi.log().requires_grad_())
+    loss = build_loss(AlgorithmConfig(loss="dppo_tv", corrections=corrections))
+    [gradient] = torch.autograd.grad(loss(inputs).values.sum(), inputs.logprobs)
+    assert gradient.tolist() == [0.0]
+
+
 def test_icepop_leaves_out_what_is_out_of_range():
     inputs = inputs_of()
     assert icepop(inputs, low=0.5, high=5.0).kept.tolist() == [False, True, True, True, True, False]

@@ -94,6 +94,23 @@ def test_the_reference_is_the_same_after_a_restart(tmp_path, warm):
         assert torch.equal(resumed.weights()[name], tensor)
 
 
+def test_friction_55_the_proximal_policy_survives_a_restart_inside_a_version(tmp_path):
+    """The first step of a version is trained again under its old id; the second one trains the id published since."""
+    path = model_dir(tmp_path / "model")
+    first, second = (msgspec.structs.replace(batch, version=10) for batch in work(0, 2))
+    republished = msgspec.structs.replace(second, version=11, republished=[11])
+
+    def clipped(*batches):
+        trainer = Trainer(load_model(path), ALGORITHMS["recomputed"], TRAINING, total_steps=2, warm_start=WARM_START)
+        return [trainer.step(batch).metrics["clip_fraction"] for batch in batches]
+
+    undisturbed = clipped(first, second)
+    assert undisturbed[0] == 0.0 < undisturbed[1]
+    assert clipped(first, republished) == undisturbed
+    # Without a restart, version 11 begins with the weights of its own first step.
+    assert clipped(first, msgspec.structs.replace(second, version=11)) == [0.0, 0.0]
+
+
 def test_a_reference_that_is_nowhere_is_refused(tmp_path):
     """A warm start made it, and a checkpoint without KL does not keep it; all other checkpoints go on with one."""
     path = model_dir(tmp_path / "model")
