@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-async def until(holds: Callable[[], object], seconds: float = 10.0) -> None:
+async def until(holds: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait until this holds. Raises `TimeoutError` if it does not within these seconds."""
     async with asyncio.timeout(seconds):
         while not holds():  # noqa: ASYNC110

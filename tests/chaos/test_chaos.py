@@ -55,7 +55,7 @@ class Chaos:
     def steps(self) -> int:
         """Policy steps in the journal."""
         try:
-            with sqlite3.connect(f"file:{self.run_dir / 'journal.db'}?mode=ro", uri=True, timeout=10) as db:
+            with sqlite3.connect(f"file:{self.run_dir / 'journal.db'}?mode=ro", uri=True, timeout=60) as db:
                 return db.execute("SELECT COUNT(*) FROM steps WHERE objective = 'policy'").fetchone()[0]
         except sqlite3.OperationalError:
             return 0

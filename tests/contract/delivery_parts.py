@@ -38,7 +38,7 @@ CANARY = np.arange(1, 13, dtype=np.int32)
 LONGEST = 4096
 BUCKET_BYTES = 1024
 """Of `tcp` and `nccl` here: even a tiny model, and most of its deltas, travel in several."""
-SECONDS = 30.0
+SECONDS = 60.0
 
 Weights = dict[str, torch.Tensor]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from engine_subjects import Factory, Setting, Subject
 
-SECONDS = 20.0
+SECONDS = 60.0
 """In which a first version must be served."""
 
 

@@ -179,7 +179,7 @@ async def remote(setting: Setting) -> AsyncIterator[Subject]:
     trainer = TinyTrainer(setting.model_dir)
     try:
         async with over_the_wire(setting, serve_loop) as engine:
-            await asyncio.wait_for(asyncio.to_thread(built.wait, 20), 30)
+            await asyncio.wait_for(asyncio.to_thread(built.wait, 60), 90)
             yield Subject(engine, engine.load, loops[0].counters, trainer.publish, trainer.reference)
     finally:
         trainer.close()

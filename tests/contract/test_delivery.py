@@ -46,7 +46,7 @@ def small_buckets_and_short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     real = receiver.source
 
     def source(name: str, **options: Any) -> Source:
-        return NcclSource(patience=1.5) if name == "nccl" else real(name, **options)
+        return NcclSource(patience=5.0) if name == "nccl" else real(name, **options)
 
     monkeypatch.setattr(tcp, "BUCKET_BYTES", BUCKET_BYTES)
     monkeypatch.setattr(receiver, "source", source)
@@ -270,7 +270,7 @@ def test_a_question_that_nobody_answers_is_given_up(
     publishing: Publish, serving: Serve, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     trainer, engine = publishing("tcp", kind), serving(kind)
-    monkeypatch.setattr(receiver, "source", lambda name, **options: TcpSource(patience=0.3))
+    monkeypatch.setattr(receiver, "source", lambda name, **options: TcpSource(patience=1.0))
     ask(engine, 1, 3, 4000)
     proved(engine, trainer, 1)
     manifest = trainer.publish(2)
@@ -285,7 +285,7 @@ def test_a_question_that_nobody_answers_is_given_up(
         return real(frames)
 
     monkeypatch.setattr(trainer.sender, "respond", forgetful)
-    refused(engine, manifest, 1, r"said nothing for 0\.[23]")
+    refused(engine, manifest, 1, r"said nothing for")
     assert lost
     # The attempt after it asks for what is missing only.
     proof = engine.load(manifest)

@@ -95,7 +95,7 @@ def small_buckets_and_short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     real = receiver.source
     monkeypatch.setattr(tcp, "BUCKET_BYTES", BUCKET_BYTES)
     monkeypatch.setattr(
-        receiver, "source", lambda name, **o: NcclSource(patience=2.0) if name == "nccl" else real(name, **o)
+        receiver, "source", lambda name, **o: NcclSource(patience=5.0) if name == "nccl" else real(name, **o)
     )
 
 

@@ -210,7 +210,7 @@ def test_a_relay_that_says_nothing_or_has_gone_on_is_not_waited_for(
         damage.setattr(Relay, "respond", lambda relay, frames: refusal("this is not a request for weights"))
         started = time.monotonic()
         proved(engines[2:3], manifest)
-    assert "said nothing" in caplog.text and time.monotonic() - started < 5
+    assert "said nothing" in caplog.text and time.monotonic() - started < 30
     for source in sources[1:3]:
         relay_of(source).withdraw()
     caplog.clear()

@@ -18,7 +18,7 @@ from headrace.errors import HeadraceError
 
 T = TypeVar("T")
 
-SECONDS = 20.0
+SECONDS = 60.0
 """No wait of a test is longer than this."""
 LONG = 3000
 """Tokens of a request that is still running when a test acts on it."""

@@ -146,7 +146,7 @@ def test_two_versions_are_held_and_a_third_waits_for_a_release(sender: Sender, s
     started = time.monotonic()
     with pytest.raises(DeliveryError, match=r"version 3.*version 1 .*version 2 "):
         sender.wait(3, 0.2)
-    assert 0.2 <= time.monotonic() - started < 5
+    assert 0.2 <= time.monotonic() - started < 30
     threading.Timer(0.2, sender.release, [first]).start()
     sender.wait(3, 10.0)
     third = write(sender, 3, plan, weights_of(3))

@@ -52,7 +52,7 @@ def test_a_dead_worker_ends_the_run_with_its_name(tmp_path: Path, victim: str) -
     os.kill(worker_pids(run_dir)[victim], signal.SIGKILL)
     killed = time.monotonic()
     _, stderr = run.communicate(timeout=60)
-    assert time.monotonic() - killed < 30
+    assert time.monotonic() - killed < 60
     assert run.returncode == 1
     assert f"headrace: {victim} died: killed by signal 9" in stderr
     assert worker_pids(run_dir) == {}

@@ -269,7 +269,7 @@ class Trainer:
         noise = torch.Generator().manual_seed(version)
         for weight in self.weights.values():
             weight.add_(0.05 * torch.randn(weight.shape, generator=noise))
-        return self.publisher.publish(version, version - 1, version, self.weights, score).result(20)
+        return self.publisher.publish(version, version - 1, version, self.weights, score).result(60)
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])

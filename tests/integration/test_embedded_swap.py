@@ -441,7 +441,7 @@ async def test_the_engine_waits_for_weights_streams_and_ends(trainer: Trainer) -
     assert (await engine.load(trainer.publish(1))).accepted
     trainer.check(prompt, await asyncio.wait_for(waiting, 30))
 
-    assert (await asyncio.wait_for(collect("b", 5), 30)).finish == "length"
+    assert (await asyncio.wait_for(collect("b", 5), 60)).finish == "length"
 
     closed = asyncio.create_task(collect("d", 3000))
     await asyncio.sleep(0.05)

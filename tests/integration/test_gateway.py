@@ -148,7 +148,7 @@ def test_agents_from_outside_train_a_run(tmp_path: Path) -> None:
         reader.join(timeout=120)
         if process.poll() is None:
             process.kill()
-            reader.join(timeout=10)
+            reader.join(timeout=60)
     assert process.returncode == 0, output
     assert ledger(tmp_path / "run") == {"trained": 4}
 

@@ -144,7 +144,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
         outcome = start_run(config, NoProgress())
     finally:
         watcher.over.set()
-        watcher.join(10)
+        watcher.join(60)
     assert outcome.outcome == "finished"
     return outcome.run_dir.path, watcher.sizes
 

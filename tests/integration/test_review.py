@@ -54,7 +54,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
         outcome = start_run(config, NoProgress())
     finally:
         watcher.over.set()
-        watcher.join(10)
+        watcher.join(60)
     assert outcome.outcome == "finished"
     return outcome.run_dir.path, watcher.seen
 

@@ -43,11 +43,11 @@ class StubProcess:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
     def ask(self) -> dict[str, Any]:
         request = urllib.request.Request(f"{self.url}/prompts", headers={"Content-Length": "0"})
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)
 
 
@@ -74,7 +74,7 @@ def run(stubs: list[StubProcess], tmp_path: Path) -> Iterator[subprocess.Popen[s
     run = start("train", str(QUICKSTART), *(p for s in small_settings(tmp_path, *settings) for p in ("--set", s)))
     yield run
     run.kill()
-    run.communicate(timeout=10)
+    run.communicate(timeout=60)
 
 
 def until(what: str, holds: Callable[[], object]) -> None:

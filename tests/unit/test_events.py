@@ -23,12 +23,12 @@ async def test_take_waits_for_the_next_event() -> None:
     await asyncio.sleep(0)
     assert not taking.done()
     events.put(Returned("a"))
-    assert await asyncio.wait_for(taking, 5) == [Returned("a")]
+    assert await asyncio.wait_for(taking, 60) == [Returned("a")]
 
 
 async def test_take_returns_after_a_while_even_if_nothing_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
-    assert await asyncio.wait_for(Events().take(), 5) == []
+    assert await asyncio.wait_for(Events().take(), 60) == []
 
 
 async def test_what_is_cleared_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

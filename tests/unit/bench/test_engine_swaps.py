@@ -17,7 +17,7 @@ from headrace.errors import DeliveryError, HeadraceError
 
 EVERY = 0.05
 EARLY = 0.005
-"""Clocks and timers may differ by so much."""
+"""A wait may end before its time by so much."""
 
 
 class Publisher:
@@ -33,10 +33,14 @@ class Publisher:
 
 
 class Loop:
-    """Loads versions; the first is staged for longer. `loaded` is when each was staged, and proved at once."""
+    """Loads versions; the first is staged for longer.
+
+    `asked` is when each was asked for, and `staging` how long staging took: a busy machine may take longer than it should.
+    """
 
     def __init__(self, first_seconds: float, versions: int = 5, *, accepted: bool = True) -> None:
-        self.loaded: list[float] = []
+        self.asked: list[float] = []
+        self.staging: list[float] = []
         self.ended = threading.Event()
         self.stopped = False
         self._first_seconds = first_seconds
@@ -45,14 +49,15 @@ class Loop:
 
     def load(self, manifest: int) -> Future[Any]:
         future: Future[Any] = Future()
-        if len(self.loaded) == self._versions:
+        if len(self.asked) == self._versions:
             self.ended.set()
             future.set_exception(HeadraceError("the engine has stopped"))
             return future
-        staging = self._first_seconds if manifest == 1 else 0.0
-        time.sleep(staging)
-        self.loaded.append(time.perf_counter())
-        seconds = {"stage_seconds": staging, "swap_seconds": 0.25}
+        self.asked.append(time.perf_counter())
+        if manifest == 1:
+            time.sleep(self._first_seconds)
+        self.staging.append(time.perf_counter() - self.asked[-1])
+        seconds = {"stage_seconds": self.staging[-1], "swap_seconds": 0.25}
         proof = SimpleNamespace(accepted=self._accepted, version=manifest, reason="another digest", **seconds)
         future.set_result(proof)
         return future
@@ -82,9 +87,9 @@ def test_no_two_versions_are_nearer_than_asked_for(publish: float, load: float) 
     swaps = stream(loop, Publisher(publish * EVERY))
     assert [swap.proof.version for swap in swaps] == [1, 2, 3, 4, 5], "the sixth ended with the round"
     assert [swap.stall_seconds for swap in swaps] == [0.25] * 5
-    assert [swap.at for swap in swaps] == pytest.approx(loop.loaded, abs=EARLY)
-    assert loop.loaded[0] >= began + EVERY - EARLY
-    assert np.diff(loop.loaded).min() >= EVERY - EARLY
+    starts = np.array([swap.at for swap in swaps]) - loop.staging
+    earliest = np.array([began + EVERY, *(swap.at + EVERY for swap in swaps[:-1])])
+    assert (starts >= earliest - EARLY).all() and (starts <= loop.asked).all()
 
 
 def test_a_version_that_is_not_accepted_ends_the_round() -> None:

@@ -360,7 +360,7 @@ def test_the_ledgers_balance_after_kill_9(tmp_path: Path) -> None:
         assert process.stdout.readline() == b"committed\n"
         time.sleep(chance.uniform(0.0, 0.8))
         os.kill(process.pid, signal.SIGKILL)
-        process.wait(10)
+        process.wait(60)
         process.stdout.close()
         with Journal(path, keep_rollouts=False) as journal:
             found = journal.recover(step=1)

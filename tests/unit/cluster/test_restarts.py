@@ -14,7 +14,7 @@ from headrace.cluster.launchers.base import Exit, WorkerSpec
 from headrace.cluster.supervision import Fleet
 from headrace.errors import PeerDied, UserError
 
-SECONDS = 20.0
+SECONDS = 60.0
 ENGINE = "engine-0"
 
 

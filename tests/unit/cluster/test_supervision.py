@@ -140,7 +140,7 @@ async def test_of_ranks_that_die_together_the_one_that_was_killed_is_named(
         for name, code in codes.items():
             launcher.die(name, code)
         with pytest.raises(ExceptionGroup) as raised:
-            await asyncio.wait_for(watching, 5)
+            await asyncio.wait_for(watching, 60)
         assert [str(error) for error in raised.value.exceptions] == [told]
     finally:
         await fleet.stop()

@@ -210,7 +210,7 @@ def test_a_trainer_that_dies_in_the_middle_of_a_transfer(engine: Process, tmp_pa
     manifest = decode(Manifest, [base64.b64decode(frame) for frame in json.loads(trainer.read())])
     started = time.monotonic()
     proof, logits = engine.load(manifest)
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 30
     assert not proof.accepted and not proof.quarantined
     assert reason in proof.reason
     assert torch.equal(logits, make_weights(0)["logits"].flatten())

@@ -74,14 +74,14 @@ def test_one_that_is_given_up_ends_its_threads(monkeypatch: pytest.MonkeyPatch):
 
     def summed(piece: DigestPiece) -> torch.Tensor:
         if not go_on.is_set():
-            begun.wait(10)
+            begun.wait(60)
             go_on.wait(10)
         return torch.zeros(1)
 
     monkeypatch.setattr(DigestPiece, "sums", summed)
     growing = GrowingDigest(plan.entries)
     growing.grown(unpack(sent, plan.entries), plan.nbytes)
-    begun.wait(10)  # All three are at work at once.
+    begun.wait(60)  # All three are at work at once.
     working = set(threading.enumerate()) - before
     assert len(working) == 3
     go_on.set()

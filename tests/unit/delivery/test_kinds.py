@@ -175,7 +175,7 @@ def test_a_delta_waits_until_engines_hold_its_base(deltas: Pair):
     assert not third.done()
     assert deltas.swap(second).accepted
     deltas.publisher.acknowledged(2)
-    manifest = third.result(5)
+    manifest = third.result(60)
     assert (manifest.kind, manifest.base) == ("delta", 2)
     assert deltas.swap(manifest).accepted and deltas.holds(3)
 

@@ -22,7 +22,7 @@ class Delivery:
 
     def __init__(self, published: str = "float32", live: torch.dtype = torch.float32) -> None:
         self.published = getattr(torch, published)
-        self.publisher = Publisher(ShmSender("receiver-test"), published, 1e-5, CANARY, deadline=1.0)
+        self.publisher = Publisher(ShmSender("receiver-test"), published, 1e-5, CANARY, deadline=60.0)
         self.live = make_weights(0, live)
         self.receiver = Receiver(self.live, "engine-0")
 

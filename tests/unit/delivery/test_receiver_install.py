@@ -17,7 +17,7 @@ class Delivery:
     """A publisher and a receiver in one process; what the receiver's hook saw."""
 
     def __init__(self) -> None:
-        self.publisher = Publisher(ShmSender("install-test"), "float32", 1e-5, CANARY, deadline=1.0)
+        self.publisher = Publisher(ShmSender("install-test"), "float32", 1e-5, CANARY, deadline=60.0)
         self.live = make_weights(0)
         self.hooked: list[int] = []
         self.hook = lambda: self.hooked.append(int(self.live["steps"]))
@@ -168,7 +168,7 @@ def test_nans_survive_a_wider_live_dtype_or_are_refused():
 
 def installed_in_float32(weights: torch.Tensor) -> bool:
     """Publish in bfloat16 and install in float32; whether it was proved and every bit is there."""
-    publisher = Publisher(ShmSender("install-test"), "bfloat16", 1.0, CANARY, deadline=1.0)
+    publisher = Publisher(ShmSender("install-test"), "bfloat16", 1.0, CANARY, deadline=60.0)
     live = {"w": torch.zeros(len(weights))}
     receiver = Receiver(live, "engine-0")
     try:

@@ -135,7 +135,7 @@ def test_sweep_removes_what_the_dead_left_and_nothing_else(segment: SharedSegmen
         assert path.name not in sweep()
         assert path.exists()
         owner.kill()
-        owner.wait(10)
+        owner.wait(60)
         assert path.exists()
         assert path.name in sweep()
         assert not path.exists()
@@ -144,12 +144,12 @@ def test_sweep_removes_what_the_dead_left_and_nothing_else(segment: SharedSegmen
     finally:
         unrelated.unlink()
         owner.kill()
-        owner.communicate(timeout=10)
+        owner.communicate(timeout=60)
 
 
 def test_sweep_spares_a_segment_whose_owner_has_another_pid_elsewhere(segment: SharedSegment):
     dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait(10)
+    dead.wait(60)
     elsewhere = SharedSegment(segment.path.with_name(f"headrace-{RUN_ID}-{dead.pid}-1"), 10)
     assert elsewhere.path.name not in sweep()
     elsewhere.remove()

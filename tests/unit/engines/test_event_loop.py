@@ -16,7 +16,7 @@ from headrace.engines.fake import FakeEngine
 from headrace.engines.serving import EventLoopServer, Opened
 from headrace.errors import DeadlineError, HeadraceError, PeerDied
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 class Dependency:

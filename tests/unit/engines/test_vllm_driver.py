@@ -13,7 +13,7 @@ from headrace.engines.base import Delta, Interrupt, Request, Sampling
 from headrace.engines.vllm.client import VllmClient
 from headrace.engines.vllm.engine import VllmEngine
 
-SECONDS = 10.0
+SECONDS = 60.0
 
 
 class Driven:

@@ -19,7 +19,7 @@ from headrace.engines.vllm.engine import VllmEngine
 from headrace.engines.vllm.server import check_server, until_there
 from headrace.errors import PeerDied, UserError
 
-SECONDS = 20.0
+SECONDS = 60.0
 Given = Callable[[str], VllmClient]
 
 

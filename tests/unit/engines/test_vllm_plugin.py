@@ -106,7 +106,7 @@ def test_what_is_staged_is_what_was_published(tmp_path: Path, transport: str) ->
     staging = WorkerStaging(torch.device("cpu"), lambda: pytest.fail("no adapter is staged"))
     try:
         source = weights(2)
-        manifest = publisher.publish(3, 2, 1, source, canary).result(timeout=10)
+        manifest = publisher.publish(3, 2, 1, source, canary).result(timeout=60)
         staging.begin(order_of(manifest))
         assert (wait(staging).error, staging.state().digest) == ("", manifest.digest)
         with pytest.raises(DeliveryError, match="version 4 is not staged"):
@@ -157,7 +157,7 @@ def test_an_adapter_is_added_to_the_weights_of_the_directory_as_peft_does(tmp_pa
                 tensor.normal_(std=0.3)
             manifest = publisher.publish(
                 version, version - 1, 1, adapter.weights(), lambda ids: np.zeros(len(ids) - 1, np.float32)
-            ).result(timeout=10)
+            ).result(timeout=60)
             publisher.acknowledged(version)
             staging.begin(order_of(manifest, scaling=lora.scaling))
             assert (wait(staging).error, staging.state().digest) == ("", manifest.digest)

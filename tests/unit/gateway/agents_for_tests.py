@@ -16,7 +16,7 @@ from typing import Any
 def ask(base_url: str, api_key: str, path: str, body: dict[str, Any]) -> Any:
     headers = {"authorization": f"Bearer {api_key}", "content-type": "application/json"}
     request = urllib.request.Request(base_url + path, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=20) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
 
 

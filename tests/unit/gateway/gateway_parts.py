@@ -110,7 +110,7 @@ async def post(gateway: Gateway, path: str, body: Any, key: str | None = None) -
 
     def send() -> tuple[int, Any]:
         try:
-            with urllib.request.urlopen(request, timeout=20) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)

@@ -143,7 +143,7 @@ def test_rows_are_written_from_the_first_and_only_while_recording() -> None:
         elsewhere = threading.Thread(target=module, args=make_calls(3, 5, 2, 32, seed=3))
         with recording(recorder):
             elsewhere.start()
-            elsewhere.join(10)
+            elsewhere.join(60)
     assert recorder.chosen.dtype == torch.int16 and recorder.chosen.data_ptr() == address
     assert recorder.chosen[:, 1].tolist() == short[1].tolist() + long[1][2:].tolist()
     assert not recorder.chosen[:, 0].any()

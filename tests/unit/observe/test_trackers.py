@@ -85,4 +85,4 @@ def test_one_that_waits_holds_nothing_up(mine: str, monkeypatch: pytest.MonkeyPa
     module_of(mine)["release"].set()
     for thread in threading.enumerate():
         if thread.name.startswith("tracker"):
-            thread.join(5)
+            thread.join(60)

@@ -122,7 +122,7 @@ class Rig:
         return asyncio.create_task(self.deliveries.deliver(self.versions.next()))
 
     async def delivered(self, version: int) -> None:
-        await asyncio.wait_for(self.offer(version), 5)
+        await asyncio.wait_for(self.offer(version), 60)
 
     async def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -183,7 +183,7 @@ async def test_all_at_once_or_one_after_the_other(rolling: bool) -> None:
             assert not offered.done()
             next(engine for engine in begun if not engine.open.is_set()).open.set()
             await settle()
-        await asyncio.wait_for(offered, 5)
+        await asyncio.wait_for(offered, 60)
         assert [engine.asked for engine in fleet.engines] == [[1]] * 3
         assert fleet.trainer.acknowledged == [1]
 
@@ -227,7 +227,7 @@ async def test_together_waits_for_all_that_are_here() -> None:
         await fleet.pass_time(1000)
         assert not offered.done()
         fleet.engines[1].open.set()
-        await asyncio.wait_for(offered, 5)
+        await asyncio.wait_for(offered, 60)
 
 
 async def test_an_engine_that_is_still_busy_skips_what_came_meanwhile() -> None:
@@ -238,7 +238,7 @@ async def test_an_engine_that_is_still_busy_skips_what_came_meanwhile() -> None:
             offered = fleet.offer(version)
             await settle()
             await fleet.pass_time(2)
-            await asyncio.wait_for(offered, 5)
+            await asyncio.wait_for(offered, 60)
         assert slow.asked == [1]
         slow.open.set()
         await settle()
@@ -255,13 +255,13 @@ async def test_bytes_are_released_when_nobody_fetches_them_any_more() -> None:
         await settle()
         assert released == [], "nobody has proved it"
         await fleet.pass_time(2)
-        await asyncio.wait_for(first, 5)
+        await asyncio.wait_for(first, 60)
         assert released == [], "engine-1 fetches it"
         second = fleet.offer(2)
         await settle()
         assert released == [], "engine-1 fetches version 1, and will want version 2"
         await fleet.pass_time(2)
-        await asyncio.wait_for(second, 5)
+        await asyncio.wait_for(second, 60)
         assert released == [1], "with version 2 declared nobody needs version 1: the trainer's two places are not stuck"
         slow.open.set()
         await settle()
@@ -278,7 +278,7 @@ async def test_a_version_that_only_a_lost_engine_could_take_is_kept_for_it() -> 
         assert fleet.trainer.acknowledged == [1]
         assert any("engine-0 to come back" in wait.what for wait in fleet.waits.entries())
         await fleet.come_back("engine-0")
-        await asyncio.wait_for(offered, 5)
+        await asyncio.wait_for(offered, 60)
         assert fleet.trainer.acknowledged == [1, 2] and fleet.engines[0].asked == [1, 2, 2]
 
 
@@ -341,7 +341,7 @@ async def test_a_quarantined_engine_serves_again_once_all_weights_were_proved() 
         await asyncio.sleep(0.05)
         assert not offered.done()
         hold.set()
-        await asyncio.wait_for(offered, 5)
+        await asyncio.wait_for(offered, 60)
         assert fleet.trainer.resent == [2] and fleet.pool.proved("engine-1") == 2
         assert [(proof.engine, proof.quarantined) for proof in fleet.proofs if not proof.accepted] == [
             ("engine-1", True)
@@ -371,7 +371,7 @@ async def test_a_version_that_all_refuse_ends_the_run() -> None:
         engine.script(1, "reject")
     made.offer(1)
     with pytest.raises(ExceptionGroup) as caught:
-        await asyncio.wait_for(running, 5)
+        await asyncio.wait_for(running, 60)
     assert caught.group_contains(DeliveryError, match="version 1 was refused 3 times")
     for engine in made.engines:
         await engine.close()
@@ -403,7 +403,7 @@ async def test_what_went_with_its_trainer_is_not_asked_of_the_one_that_comes_bac
         assert not fleet.trainer.resent and not offered.done(), "it waits for the same weights under another id"
         fleet.versions.void_before(3)
         fleet.waits.ring()
-        assert await asyncio.wait_for(offered, 5) is False
+        assert await asyncio.wait_for(offered, 60) is False
         await fleet.delivered(3)
         assert fleet.pool.proved("engine-0") == 3
 
@@ -414,11 +414,11 @@ async def test_a_request_waits_for_an_engine_that_serves_and_then_says_why_there
         await settle()
         assert not waiting.done()
         await fleet.delivered(1)
-        assert await asyncio.wait_for(waiting, 5) in ("engine-0", "engine-1")
+        assert await asyncio.wait_for(waiting, 60) in ("engine-0", "engine-1")
         for name in ("engine-0", "engine-1"):
             fleet.pool.lose(name, "killed by signal 9")
         with pytest.raises(HeadraceError) as caught:
-            await asyncio.wait_for(fleet.request("late"), 5)
+            await asyncio.wait_for(fleet.request("late"), 60)
         assert str(caught.value) == (
             "no engine serves: none has proved its weights (engine-0 is away (killed by signal 9); engine-1 is away"
             " (killed by signal 9))"
@@ -535,11 +535,11 @@ async def test_an_engine_that_is_stuck_in_a_fetch_does_not_stop_the_trainer() ->
         for version in range(1, 7):
             manifest = await trainer.publish(version)  # raises where no place comes free
             versions.published(manifest)
-            await asyncio.wait_for(deliveries.deliver(versions.next()), 5)
+            await asyncio.wait_for(deliveries.deliver(versions.next()), 60)
             assert engines[0].live["w"].eq(version).all()
         assert engines[1].live["w"].eq(0).all()
         engines[1].gate.set()
-        await asyncio.wait_for(waits.until("test", lambda: "engine-1", lambda: pool.proved("engine-1") == 6), 5)
+        await asyncio.wait_for(waits.until("test", lambda: "engine-1", lambda: pool.proved("engine-1") == 6), 60)
         assert engines[1].live["w"].eq(6).all()
         assert len(engines[1].refusals) == 1, "what it held was used again, and that was noticed"
     finally:

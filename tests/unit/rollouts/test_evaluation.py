@@ -33,7 +33,7 @@ async def test_the_figures_are_those_of_the_rewards() -> None:
         return episode(environment, engine, prompt=prompt, id=f"{prompt.id}/{sample}")
 
     evaluation = evaluate(PROMPTS, make, Stage(), **RUN, samples=4, concurrency=3)
-    result, answers, failed = await asyncio.wait_for(evaluation, 20)
+    result, answers, failed = await asyncio.wait_for(evaluation, 60)
     assert (result.prompts, result.samples, failed) == (5, 4, 1)
     assert (result.version, result.moment, result.started, result.ended) == (7, "during", 1.5, 1.5)
     assert result.pass_1 == pytest.approx((1 + 0 + 4 + 2 + 0) / 20)
@@ -68,7 +68,7 @@ async def test_no_more_episodes_are_in_flight_than_allowed_and_the_result_does_n
             return episode(Watching(), engine, prompt=prompt, seed=seed, id=f"{prompt.id}/{sample}")
 
         evaluation = evaluate(PROMPTS, make, Stage(), **RUN, samples=3, concurrency=concurrency)
-        return await asyncio.wait_for(evaluation, 20), most
+        return await asyncio.wait_for(evaluation, 60), most
 
     (one, most_one), (four, most_four) = await run(1), await run(4)
     assert one == four

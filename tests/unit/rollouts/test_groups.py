@@ -25,7 +25,7 @@ async def test_a_group_is_complete_when_every_rollout_has_ended() -> None:
     episodes = [episode(environment, engine, index=i, seed=i) for i, environment in enumerate(environments)]
     await prepare_group(episodes)
     asked = group()
-    complete = await asyncio.wait_for(run_group(asked, episodes[::-1], Stage()), 20)
+    complete = await asyncio.wait_for(run_group(asked, episodes[::-1], Stage()), 60)
     assert [r.index for r in complete.rollouts] == [0, 1, 2, 3]
     assert [r.ending for r in complete.rollouts] == ["finished", "finished", "failed", "failed"]
     assert [r.reward for r in complete.rollouts] == [0.0, 0.25, None, None]
@@ -42,7 +42,7 @@ async def test_cancelling_a_group_yields_what_there_is() -> None:
     running = asyncio.create_task(run_group(group(), episodes, Stage()))
     await until(lambda: len(episodes[2].traces[0]) >= 30)
     await cancel_group(episodes, "its lag is over the limit")
-    complete = await asyncio.wait_for(running, 20)
+    complete = await asyncio.wait_for(running, 60)
     assert [r.ending for r in complete.rollouts] == ["finished", "aborted", "aborted"]
     assert [r.reason for r in complete.rollouts] == ["", *["its lag is over the limit"] * 2]
     stats = engine.counters()
@@ -60,7 +60,7 @@ async def test_cancelling_the_task_frees_the_requests_and_closes_the_environment
     await until(lambda: len(episodes[0].traces[0]) >= 30)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(running, 20)
+        await asyncio.wait_for(running, 60)
     stats = engine.counters()
     assert stats.running == stats.waiting == 0
     assert all(len(one.traces[0]) >= 30 for one in episodes)
@@ -73,7 +73,7 @@ async def test_a_group_cancelled_as_it_starts_is_closed_too() -> None:
     await prepare_group(episodes)
     running = asyncio.create_task(run_group(group(), episodes, Stage()))
     asyncio.get_running_loop().call_soon(running.cancel)
-    await asyncio.wait([running], timeout=20)
+    await asyncio.wait([running], timeout=60)
     assert running.cancelled() and [e.closed for e in environments] == [1, 1]
 
 
@@ -83,7 +83,7 @@ async def test_a_group_whose_task_never_began_is_closed_by_discarding_it() -> No
     await prepare_group(episodes)
     running = asyncio.create_task(run_group(group(), episodes, Stage()))
     running.cancel()
-    await asyncio.wait([running], timeout=20)
+    await asyncio.wait([running], timeout=60)
     for one in episodes:
         await one.discard()
     assert running.cancelled() and [e.closed for e in environments] == [1, 1]
@@ -94,7 +94,7 @@ async def test_cancelled_preparation_leaves_no_environment_open() -> None:
     preparing = asyncio.create_task(prepare_group([episode(e, index=i) for i, e in enumerate(environments)]))
     await asyncio.sleep(0.01)
     preparing.cancel()
-    await asyncio.wait([preparing], timeout=20)
+    await asyncio.wait([preparing], timeout=60)
     assert preparing.cancelled() and [e.closed for e in environments] == [1, 1]
 
 
@@ -112,9 +112,9 @@ async def test_the_engine_sees_requests_in_the_order_of_the_calls_however_long_e
         return episode(environment, engine, id=f"{g}/{i}", index=i, prompt=prompt)
 
     groups = [[member(g, i) for i in range(2)] for g in range(2)]
-    await asyncio.wait_for(asyncio.gather(*(prepare_group(episodes) for episodes in groups)), 20)
+    await asyncio.wait_for(asyncio.gather(*(prepare_group(episodes) for episodes in groups)), 60)
     tasks = [asyncio.create_task(run_group(group(), episodes, Stage())) for episodes in groups]
-    await asyncio.wait_for(asyncio.gather(*tasks), 20)
+    await asyncio.wait_for(asyncio.gather(*tasks), 60)
     assert ended == ["0/0", "0/1", "1/0", "1/1"], "one slot serves them in the order in which they came"
 
 

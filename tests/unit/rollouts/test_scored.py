@@ -56,7 +56,7 @@ async def test_every_token_is_told_once_as_it_arrives_and_turns_are_where_they_s
     running = asyncio.create_task(run_episode(one, stage))
     await until(lambda: len(watching.spans["9/0"]) >= 3)
     assert not running.done() and not watching.ended, "tokens are told before the rollout has ended"
-    rollout = await asyncio.wait_for(running, 20)
+    rollout = await asyncio.wait_for(running, 60)
     (trace,) = rollout.traces
     spans = watching.spans["9/0"]
     assert [span.start for span in spans] == np.cumsum([0, *(len(span.tokens) for span in spans[:-1])]).tolist()
@@ -102,7 +102,7 @@ async def test_a_rollout_is_scored_while_others_of_its_group_are_sampled() -> No
     await until(lambda: watching.order == ["9/0"])
     assert not running.done()
     await cancel_group(episodes, "enough")
-    complete = await asyncio.wait_for(running, 20)
+    complete = await asyncio.wait_for(running, 60)
     assert [r.ending for r in complete.rollouts] == ["finished", "aborted"]
     assert [r.reward for r in complete.rollouts] == [1.0, None]
 
@@ -116,7 +116,7 @@ async def test_cancelling_a_group_ends_the_scoring_of_its_rollouts() -> None:
     running = asyncio.create_task(run_group(group(), episodes, stage))
     await until(lambda: len(watching.ended) == 2 and watching.order == ["9/1"])
     await cancel_group(episodes, "its lag is over the limit")
-    complete = await asyncio.wait_for(running, 20)
+    complete = await asyncio.wait_for(running, 60)
     held, scored = complete.rollouts
     assert (held.ending, held.reason, held.reward) == ("aborted", "its lag is over the limit", None)
     assert held.scores == [] and held.trained_tokens == 3
@@ -129,7 +129,7 @@ async def test_a_straggler_is_cut_off_while_it_is_being_scored() -> None:
     stage, engine = Stage({"w": watching}), FakeEngine(version=1, lengths=[3])
     episodes = [episode(Script(done(None)), engine, index=i) for i in range(3)]
     await prepare_group(episodes)
-    complete = await asyncio.wait_for(run_group(group(), episodes, stage, min_group=2, straggler_seconds=0.1), 20)
+    complete = await asyncio.wait_for(run_group(group(), episodes, stage, min_group=2, straggler_seconds=0.1), 60)
     assert [(r.ending, r.reason) for r in complete.rollouts] == [("finished", "")] * 2 + [("aborted", "straggler")]
 
 
@@ -144,7 +144,7 @@ async def test_cancelling_the_task_ends_the_scoring_too(when: str) -> None:
     running = asyncio.create_task(run_group(group(), episodes, stage))
     await until(lambda: len(watching.ended) == 1 if when == "scored" else len(episodes[0].traces[0]) > 30)
     running.cancel()
-    await asyncio.wait([running], timeout=20)
+    await asyncio.wait([running], timeout=60)
     assert running.cancelled()
     assert watching.forgotten == (["9/0"] if when == "sampled" else [])
 

@@ -113,7 +113,7 @@ async def test_weights_that_interrupt_are_bridged_by_the_prefix() -> None:
         before = len(one.traces[0])
         await until(functools.partial(_longer, one, before + 20))
         assert (await engine.load(policy.manifest(version))).accepted
-    rollout = await asyncio.wait_for(running, 20)
+    rollout = await asyncio.wait_for(running, 60)
     (trace,) = rollout.traces
     assert (rollout.ending, rollout.trained_tokens, rollout.metrics["turns"]) == ("finished", 300, 1.0)
     assert trace.trained.tolist() == [False] * 6 + [True] * 300
@@ -216,7 +216,7 @@ async def test_cancel_aborts_the_request_and_returns_the_partial() -> None:
     running = asyncio.create_task(one.run())
     await until(lambda: len(one.traces[0]) >= 20)
     await one.cancel("doomed")
-    rollout = await asyncio.wait_for(running, 20)
+    rollout = await asyncio.wait_for(running, 60)
     assert (rollout.ending, rollout.reason, rollout.reward) == ("aborted", "doomed", None)
     assert 14 <= rollout.trained_tokens < 20_000
     assert engine.counters().generated_tokens == rollout.trained_tokens
@@ -231,7 +231,7 @@ async def test_cancel_does_not_wait_for_a_token() -> None:
     running = asyncio.create_task(one.run())
     await asyncio.sleep(0)
     await one.cancel("shutdown")
-    assert (await asyncio.wait_for(running, 2)).ending == "aborted"
+    assert (await asyncio.wait_for(running, 60)).ending == "aborted"
 
 
 async def test_a_malformed_delta_fails_the_rollout_and_closes_the_stream() -> None:
@@ -268,7 +268,7 @@ async def test_cancel_reaches_a_waiting_environment() -> None:
     running = asyncio.create_task(one.run())
     await until(lambda: bool(environment.heard))
     await one.cancel("shutdown")
-    rollout = await asyncio.wait_for(running, 20)
+    rollout = await asyncio.wait_for(running, 60)
     assert (rollout.ending, rollout.reason, rollout.trained_tokens) == ("aborted", "shutdown", 6)
     assert environment.closed == 1
 
@@ -291,7 +291,7 @@ async def test_run_submits_before_it_yields() -> None:
     await asyncio.sleep(0)
     assert engine.counters().waiting == 1
     engine.gate.set()
-    assert (await asyncio.wait_for(running, 20)).ending == "finished"
+    assert (await asyncio.wait_for(running, 60)).ending == "finished"
 
 
 async def test_an_episode_that_is_not_run_can_be_discarded() -> None:

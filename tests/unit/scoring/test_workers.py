@@ -170,7 +170,7 @@ async def test_only_the_judgement_that_hangs_fails(rewards: Path) -> None:
 
 
 async def test_a_cancelled_judgement_does_not_answer_the_next(rewards: Path, tmp_path: Path) -> None:
-    async with judging(f"{rewards}:wild", timeout=20) as judge:
+    async with judging(f"{rewards}:wild", timeout=60) as judge:
         asked = asyncio.ensure_future(judge.judge(prompt(), "hang"))
         await asyncio.sleep(0.1)
         asked.cancel()
@@ -359,7 +359,7 @@ async def test_a_reward_function_that_forks_does_not_shift_rewards(tmp_path: Pat
             return {"fork": 7.0}.get(completion, float(len(completion)))
     """
     (tmp_path / "forks.py").write_text(textwrap.dedent(code))
-    async with judging(f"{tmp_path / 'forks.py'}:reward", timeout=20.0) as judge:
+    async with judging(f"{tmp_path / 'forks.py'}:reward", timeout=60) as judge:
         found = [(await judge.judge(prompt(), text)).reward for text in ("fork", "a", "bb", "ccc", "fork", "dddd")]
     assert found == [7.0, 1.0, 2.0, 3.0, 7.0, 4.0]
 

@@ -22,7 +22,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
 
 def meet(directory: Path, rank: int, ranks: int) -> None:
-    join(directory / "store", rank, ranks, tensor_parallel=1, device="cuda", timeout=5)
+    join(directory / "store", rank, ranks, tensor_parallel=1, device="cuda", timeout=60)
 
 
 def test_more_ranks_than_gpus_are_refused_before_they_meet(tmp_path: Path, two_gpus: list[torch.device]) -> None:
