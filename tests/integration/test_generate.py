@@ -49,3 +49,24 @@ def test_answers_equal_hugging_face(tmp_path: Path, model_dir: Path) -> None:
         torch.testing.assert_close(torch.tensor(answer["logprobs"]), expected, atol=1e-4, rtol=0)
         assert set(answer["versions"]) == {0}
         assert answer["finish_reason"] in ("stop", "length")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ({"token_ids": [2**32 + 5]}, "Expected `int` <= 2147483647 - at `$.token_ids[0]`"),
+        ({"token_ids": [1, 100_000]}, "token id 100000 is not in the model's vocabulary of "),
+        ({"token_ids": [-1]}, "Expected `int` >= 0 - at `$.token_ids[0]`"),
+        ({"token_ids": [1], "max_tokens": 2**64}, "Expected `int` <= 2147483647 - at `$.max_tokens`"),
+        ({"token_ids": [1], "top_k": 2**64}, "Expected `int` <= 2147483647 - at `$.top_k`"),
+        ({"token_ids": [1], "seed": 2**64}, "Expected `int` <= 9223372036854775807 - at `$.seed`"),
+    ],
+)
+def test_friction_41_numbers_out_of_range_are_one_line(tmp_path: Path, line: dict[str, object], said: str) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps({"token_ids": [1], "max_tokens": 1}) + "\n" + json.dumps(line) + "\n")
+    model = str(ROOT / "examples/quickstart/model")
+    target = str(tmp_path / "out.jsonl")
+    done = headrace("generate", model, "--random-weights", "--input", str(source), "--output", target)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"headrace: {source}, line 2: {said}") and done.stderr.count("\n") == 1

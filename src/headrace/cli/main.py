@@ -193,17 +193,21 @@ def _version(package: str) -> str:
         return "not installed" + (' (pip install "headrace[tasks]")' if package == "reasoning-gym" else "")
 
 
+_INT32 = 2**31 - 1
+"""The largest number that an engine can read. A larger token id would become another token."""
+
+
 class InputLine(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One line of the input."""
 
-    token_ids: list[int] | None = None
+    token_ids: list[Annotated[int, msgspec.Meta(ge=0, le=_INT32)]] | None = None
     text: str | None = None
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 256
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=_INT32)] = 256
     temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, msgspec.Meta(ge=0)] = 0
-    seed: Annotated[int, msgspec.Meta(ge=0)] = 0
-    n: Annotated[int, msgspec.Meta(ge=1)] = 1
+    top_k: Annotated[int, msgspec.Meta(ge=0, le=_INT32)] = 0
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    n: Annotated[int, msgspec.Meta(ge=1, le=_INT32)] = 1
 
 
 def generate(
@@ -219,9 +223,10 @@ def generate(
     from headrace.tasks.chat import ChatFormat
 
     weights = "random" if random_weights else "load"
-    check_model_dir(Path(model_dir), weights)
+    config = check_model_dir(Path(model_dir), weights)
     chat = ChatFormat.load(model_dir) if (Path(model_dir) / "tokenizer.json").is_file() else None
-    requests = list(_requests(Path(input_), chat))
+    vocabulary = int(config.get("text_config", config).get("vocab_size", _INT32))
+    requests = list(_requests(Path(input_), chat, vocabulary))
     try:
         with Path(output).open("w") as out:
             answers = _answers(model_dir, weights, requests, slots, threads)
@@ -231,7 +236,7 @@ def generate(
         raise UserError(f"--output {output}: {error.strerror}") from error
 
 
-def _requests(path: Path, chat: ChatFormat | None) -> Iterator[Request]:
+def _requests(path: Path, chat: ChatFormat | None, vocabulary: int) -> Iterator[Request]:
     import numpy as np
 
     from headrace.engines.base import Request, Sampling
@@ -246,12 +251,14 @@ def _requests(path: Path, chat: ChatFormat | None) -> Iterator[Request]:
         where = f"{path}, line {number}"
         try:
             line = msgspec.json.decode(text.encode(), type=InputLine)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise DataError(f"{where}: {error}") from error
         if (line.token_ids is None) == (line.text is None):
             raise DataError(f'{where}: give either "token_ids" or "text"')
         if line.text is not None and chat is None:
             raise DataError(f'{where}: the model has no tokenizer.json, so "token_ids" is needed')
+        if line.token_ids and max(line.token_ids) >= vocabulary:
+            raise DataError(f"{where}: token id {max(line.token_ids)} is not in the model's vocabulary of {vocabulary}")
         tokens = np.array(line.token_ids if line.token_ids is not None else chat and chat.encode(line.text or ""))
         for sample in range(line.n):
             yield Request(

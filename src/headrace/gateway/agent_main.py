@@ -81,7 +81,7 @@ class _FunctionAgent:
         try:
             result = self._function(**arguments)
             return asyncio.run(_finish(result)) if inspect.isawaitable(result) else result
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # Foreign code: also `SystemExit` and `asyncio.CancelledError` need an answer.
             raise _AgentProblem(f"the agent raised {describe(error)}") from error
 
     def halt(self, id: int) -> None:

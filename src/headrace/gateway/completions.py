@@ -40,6 +40,8 @@ class Completions:
     max_length: int
     max_tokens: int
     """The limit of a request without a session that names no limit."""
+    vocabulary: int
+    """The number of token ids that the model has."""
     stop_token_ids: tuple[int, ...]
     note: Callable[[str], None]
     _noted: set[str] = field(default_factory=set, init=False)
@@ -153,9 +155,13 @@ class Completions:
             elif isinstance(want.prompt, str):
                 opening = conversation.open_text(want.prompt)
             else:
+                if max(want.prompt) >= self.vocabulary:
+                    raise ApiError(400, f"prompt: the model has {self.vocabulary} token ids", param="prompt")
                 opening = conversation.open_tokens(want.prompt)
         except ModelError as error:
             raise ApiError(400, str(error), param="messages") from error
+        except RecursionError as error:
+            raise ApiError(400, "messages: they are nested too deeply", param="messages") from error
         tokens = len(opening.token_ids)
         if tokens >= self.max_length:
             if session is not None:

@@ -7,9 +7,10 @@
     POST /v1/sessions                      take a session that waits for an agent from outside
     POST /v1/sessions/{id}/reward          give a session its reward, which ends the session
 
-A request belongs to a session by its API key (`<run key>.<session>`) or by the header `x-headrace-session`. Every
-request needs the run's key, also on loopback; without it the answer is 401. The gateway's address and key are in
-`gateway.json` in the run directory, which only the file's owner can read.
+A request belongs to a session by the session's own API key, or by the run's key and the header `x-headrace-session`.
+A session's key opens nothing but that session. Every request needs one of the keys, also on loopback; without it the
+answer is 401. The gateway's address and the run's key are in `gateway.json` in the run directory, which only the file's
+owner can read.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from headrace.gateway.agent_main import Job
 from headrace.gateway.agents import AgentError, AgentPool
 from headrace.gateway.base import ApiError, Chat, Reward
 from headrace.gateway.completions import Completions
-from headrace.gateway.openai_format import ChatRequest, ResponseShape, StreamedAnswer, TextRequest, read_body
+from headrace.gateway.openai_format import LARGEST, ChatRequest, ResponseShape, StreamedAnswer, TextRequest, read_body
 from headrace.gateway.session import NOTHING, Session, Sessions
 from headrace.rollouts.base import AnyEpisode, Cancelled, EpisodePlan
 from headrace.scoring.base import Span, Stage, Turn
@@ -67,6 +68,7 @@ class Gateway:
         max_length: int,
         max_tokens: int,
         max_turns: int,
+        vocabulary: int = LARGEST,
         stop_token_ids: tuple[int, ...] = (),
         agents: AgentPool | None = None,
         session_seconds: float,
@@ -74,7 +76,7 @@ class Gateway:
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Make a gateway. `port` 0 takes a free port, and `key` is random unless given. `file` gets address and key."""
-        self.key = checked_key(key) if key else secrets.token_urlsafe(24).replace(".", "")
+        self.key = checked_key(key) if key else secrets.token_urlsafe(24)
         self.sessions = Sessions()
         self.chat = chat
         self.max_turns = max_turns
@@ -94,6 +96,7 @@ class Gateway:
             chat=chat,
             max_length=max_length,
             max_tokens=max_tokens,
+            vocabulary=vocabulary,
             stop_token_ids=stop_token_ids,
             note=note,
         )
@@ -147,7 +150,7 @@ class Gateway:
         prompt = session.prompt
         return Job(
             base_url=self.base_url,
-            api_key=f"{self.key}.{session.id}",
+            api_key=session.key,
             model=self._model,
             session=session.id,
             prompt=prompt.id,
@@ -170,6 +173,8 @@ class Gateway:
         return {"id": self._model, "object": "model", "created": self._started, "owned_by": "headrace"}
 
     async def _take(self, request: web.Request) -> web.StreamResponse:
+        if self._session_of(request) is not None:
+            raise ApiError(403, "the key of a session cannot take another session")
         body = read_body(await request.read() or b"{}", _TakeBody)
         session = await self.sessions.take(body.wait, self.session_seconds)
         if session is None:
@@ -245,22 +250,26 @@ class Gateway:
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            if not hmac.compare_digest(_bearer(request).partition(".")[0].encode(), self.key.encode()):
-                raise ApiError(401, "the API key is not that of this run", code="invalid_api_key")
+            self._session_of(request)
             return await handler(request)
         except ApiError as error:
             return _json(error.body(), status=error.status)
         except web.HTTPException as error:
-            refusal = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
+            refusal = ApiError(error.status, f"{request.method} {request.path[:200]!a}: {error.reason}")
             return _json(refusal.body(), status=error.status)
 
     def _session_of(self, request: web.Request) -> Session | None:
-        _, _, by_key = _bearer(request).partition(".")
-        by_header = request.headers.get(SESSION_HEADER, "")
-        if by_key and by_header and by_key != by_header:
+        """Return the session that a request belongs to, if any. Raises `ApiError` for a request without a valid key."""
+        key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        named = request.headers.get(SESSION_HEADER, "")
+        # Headers may hold any bytes. A key that is not ASCII is nobody's key.
+        known = key.isascii() and hmac.compare_digest(key, self.key)
+        session = self.sessions.with_key(key)
+        if not known and session is None:
+            raise ApiError(401, "the API key is not that of this run", code="invalid_api_key")
+        if session is not None and named and named != session.id:
             raise ApiError(400, f"the API key and {SESSION_HEADER} name two sessions")
-        name = by_key or by_header
-        return self.sessions.get(name) if name else None
+        return self.sessions.get(named) if known and named else session
 
 
 class AgentEpisode(AnyEpisode):
@@ -389,8 +398,8 @@ class AgentEpisode(AnyEpisode):
 
 def checked_key(key: str) -> str:
     """Return a key that the user chose. Raises `UserError` if it is not a valid key."""
-    if len(key) < 16 or "." in key or any(c.isspace() for c in key) or not key.isascii():
-        raise UserError(f"{KEY_VARIABLE}: a key is at least 16 characters, without dots and spaces")
+    if len(key) < 16 or any(c.isspace() for c in key) or not key.isascii():
+        raise UserError(f"{KEY_VARIABLE}: a key is at least 16 ASCII characters, without spaces")
     return key
 
 
@@ -398,10 +407,6 @@ def _write_private(path: Path, content: bytes) -> None:
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:  # noqa: PTH123
         file.write(content + b"\n")
-
-
-def _bearer(request: web.Request) -> str:
-    return request.headers.get("authorization", "").removeprefix("Bearer ").strip()
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

@@ -23,6 +23,7 @@ from msgspec import Meta
 from headrace.engines.base import Delta
 from headrace.gateway.base import ApiError, Chat, Message
 
+LONGEST_STOP = 1000
 HALF = "\N{REPLACEMENT CHARACTER}"
 """The character that a decoder returns for bytes that do not form a complete character yet."""
 OPEN_CALL = "<tool_call>"
@@ -151,7 +152,9 @@ class Answered(NamedTuple):
 
 
 Body = TypeVar("Body")
-Count = Annotated[int, Meta(ge=1)]
+LARGEST = 2**31 - 1
+"""The largest number that engines can read."""
+Count = Annotated[int, Meta(ge=1, le=LARGEST)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
@@ -167,11 +170,11 @@ class CompletionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=LARGEST)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     max_tokens: Count | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
+    stop: str | Annotated[list[str], Meta(max_length=16)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     presence_penalty: Penalty | None = None
@@ -196,6 +199,8 @@ class CompletionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
             raise _refused(name, "the engines sample without penalties")
         if self.logit_bias:
             raise _refused("logit_bias", "the engines sample without biases")
+        if any(len(stop) > LONGEST_STOP for stop in self.stops):
+            raise _refused("stop", f"a stop string has at most {LONGEST_STOP} characters")
 
 
 class ChatRequest(CompletionRequest, kw_only=True, forbid_unknown_fields=True):
@@ -254,7 +259,7 @@ class TextRequest(CompletionRequest, kw_only=True, forbid_unknown_fields=True):
         prompt = self.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             prompt = prompt[0]
-        ids = isinstance(prompt, list) and all(type(token) is int and token >= 0 for token in prompt)
+        ids = isinstance(prompt, list) and all(type(token) is int and 0 <= token <= LARGEST for token in prompt)
         if not prompt or not (ids or isinstance(prompt, str)):
             raise ApiError(400, "prompt: give one text, or one list of token ids", param="prompt")
         self.prompt = prompt
@@ -264,7 +269,7 @@ def read_body(raw: bytes, kind: type[Body]) -> Body:
     """Read the body of a request. Raises `ApiError`."""
     try:
         return msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the request's body: {str(error)[:1].lower()}{str(error)[1:]}") from error
 
 

@@ -11,6 +11,7 @@ exactly one trace. In other traces it is context, with its recorded log-probabil
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -215,6 +216,8 @@ class Session:
 
     def __post_init__(self) -> None:
         self.id = secrets.token_hex(8)
+        self.key = secrets.token_urlsafe(24)
+        """The API key of this session. It is independent of the run's key and of every other session's."""
         self.conversation = Conversation(self.chat, self.listen)
         self.taken = asyncio.Event()
         """Set when an agent has started to work in this session."""
@@ -289,6 +292,8 @@ class Sessions:
 
     def __init__(self) -> None:
         self._open: dict[str, Session] = {}
+        self._by_key: dict[bytes, Session] = {}
+        """The open sessions by the digest of their keys, so that the time of a look-up tells nothing about a key."""
         self._offered = asyncio.Queue[Session]()
 
     def __len__(self) -> int:
@@ -297,6 +302,7 @@ class Sessions:
     def add(self, session: Session, *, offered: bool = False) -> None:
         """Open a session. An agent from outside may take an offered session."""
         self._open[session.id] = session
+        self._by_key[_digest(session.key)] = session
         if offered:
             self._offered.put_nowait(session)
 
@@ -306,6 +312,10 @@ class Sessions:
         if session is None:
             raise ApiError(404, f"there is no open session {id[:40]!r} (it may have ended)", code="session_not_found")
         return session
+
+    def with_key(self, key: str) -> Session | None:
+        """Return the open session with this API key, or None."""
+        return self._by_key.get(_digest(key))
 
     async def take(self, wait: float, timeout: float) -> Session | None:
         """Take the session that has been offered longest, and start its time. Returns None after `wait` seconds."""
@@ -322,9 +332,14 @@ class Sessions:
     def remove(self, session: Session) -> None:
         """Close a session. Its id is no longer valid. Idempotent."""
         self._open.pop(session.id, None)
+        self._by_key.pop(_digest(session.key), None)
         session.close()
 
     def close(self) -> None:
         """Close all sessions."""
         for session in list(self._open.values()):
             self.remove(session)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

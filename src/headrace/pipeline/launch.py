@@ -239,7 +239,7 @@ class RunSession:
         # The gateway's HTTP library is loaded only when it is used.
         from headrace.gateway.gateway import KEY_VARIABLE, Gateway
 
-        positions = model_facts(Path(config.model.path), config.model.weights).max_positions
+        facts = model_facts(Path(config.model.path), config.model.weights)
         return Gateway(
             pool,
             self._chat,
@@ -247,7 +247,8 @@ class RunSession:
             bind=config.gateway.bind,
             port=config.gateway.port,
             key=os.environ.get(KEY_VARIABLE),
-            max_length=longest_sequence(config.engine.max_length, positions),
+            max_length=longest_sequence(config.engine.max_length, facts.max_positions),
+            vocabulary=facts.vocabulary,
             max_tokens=config.rollouts.max_tokens,
             max_turns=config.rollouts.max_turns,
             stop_token_ids=tuple(self._chat.token_id(token) for token in config.rollouts.stop),

@@ -48,6 +48,10 @@ def behave(base_url: str, api_key: str, session: str, messages: list[Any], way: 
             return "good"
         case "raises":
             raise RuntimeError("no luck\nat all")
+        case "cancels":
+            raise asyncio.CancelledError("gave up")
+        case "interrupts":
+            raise KeyboardInterrupt
         case "hangs":
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", data["mark"]])
             time.sleep(600)

@@ -113,6 +113,15 @@ async def test_every_way_an_agent_can_end_is_a_rollout() -> None:
         np.testing.assert_array_equal(trace.versions[trace.trained], 3)
 
 
+async def test_friction_40_an_agent_that_raises_what_is_no_exception_is_answered() -> None:
+    async with pool() as agents, serving(agents=agents) as gateway:
+        cancels, interrupts = await ended(episode(gateway, "cancels"), episode(gateway, "interrupts", index=1))
+        assert cancels.reason.startswith("the agent raised CancelledError: gave up (agents_for_tests.py, line ")
+        assert interrupts.reason.startswith("the agent raised KeyboardInterrupt")
+        (later,) = await ended(episode(gateway, "number", index=2))
+        assert later.reward == 0.25
+
+
 async def test_the_budget_used_up_is_a_truncated_rollout_without_a_reward() -> None:
     async with pool() as agents, serving(fake_engine(lengths=[6]), agents=agents) as gateway:
         (rollout,) = await ended(episode(gateway, "insists", max_tokens=10))
