@@ -117,13 +117,56 @@ def test_a_torn_checkpoint_is_passed_over_for_the_one_before(run_dir: Path) -> N
     newest = checkpoints(run_dir)[-1] / "model.safetensors"
     newest.write_bytes(newest.read_bytes()[:-100])
     said = goes_on(run_dir, 4)
-    assert f"{newest.parent.name}: not a complete checkpoint, the one before it is used" in said
+    assert f"{newest.parent.name}: model.safetensors has other bytes than were written; it is kept as damaged-" in said
     assert "config was: versions = 3" in said and "config is:  versions = 4" in said
     with sqlite3.connect(run_dir / "journal.db") as db:
         ((after, until),) = db.execute("SELECT from_step, to_step FROM restarts").fetchall()
         by_step = db.execute("SELECT step, COUNT(DISTINCT digest) FROM versions GROUP BY step").fetchall()
     assert (after, until) == (2, 3), "its step is trained again from the journal"
     assert all(digests == 1 for _, digests in by_step), "to the same weights"
+
+
+def flip(file: Path) -> None:
+    """Flip one bit in the middle of a file: it stays as long as it was."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+
+
+def test_friction_30_a_flipped_bit_in_the_weights_is_not_trained_on(run_dir: Path) -> None:
+    newest = checkpoints(run_dir)[-1]
+    flip(newest / "model.safetensors")
+    line = refused("export", str(run_dir), "--to", "hf")
+    assert line.startswith(f"{newest} is damaged: model.safetensors has other bytes than were written")
+    assert not (run_dir / "export-hf").exists()
+    said = goes_on(run_dir, 4)
+    assert f"{newest.name}: model.safetensors has other bytes than were written; it is kept as damaged-" in said
+    assert (run_dir / "checkpoints" / f"damaged-{newest.name}").is_dir()
+    with sqlite3.connect(run_dir / "journal.db") as db:
+        by_step = db.execute("SELECT step, COUNT(DISTINCT digest) FROM versions GROUP BY step").fetchall()
+    assert all(digests == 1 for _, digests in by_step), "a step has the same weights after the resume"
+
+
+def test_friction_30_an_export_that_has_changed_is_not_trained_from(run_dir: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    assert headrace("export", str(run_dir), "--to", "hf", "--out", str(model)).returncode == 0
+    flip(model / "model.safetensors")
+    settings = small_settings(tmp_path / "new", f"model.path={model}", "model.weights=load")
+    line = refused("train", str(QUICKSTART), *(part for s in settings for part in ("--set", s)))
+    assert line == f"[model] path: {model} is damaged: model.safetensors has other bytes than were written"
+
+
+def test_friction_34_a_checkpoint_that_the_journal_does_not_know_is_kept(run_dir: Path) -> None:
+    newest = checkpoints(run_dir)[-1]
+    with sqlite3.connect(run_dir / "journal.db") as db:
+        db.execute("DELETE FROM steps WHERE step = 3")
+        db.execute("DELETE FROM versions WHERE step = 3")
+        db.execute("UPDATE groups SET state = 'in_flight', step = NULL, ended = NULL WHERE step = 3")
+        db.execute("UPDATE rollouts SET state = 'in_flight', step = NULL, ended = NULL WHERE step = 3")
+    said = goes_on(run_dir, 3)
+    assert f"{newest.name}: it is of step 3, and the journal ends at step 2; it is kept as ahead-{newest.name}" in said
+    kept = run_dir / "checkpoints" / f"ahead-{newest.name}"
+    assert (kept / "model.safetensors").is_file() and (run_dir / "checkpoints" / newest.name).is_dir()
 
 
 def test_no_room_for_a_checkpoint(run_dir: Path, full: Full) -> None:

@@ -202,7 +202,10 @@ class Controller:
             case Returned(process, facts):
                 self.recorder.note(f"{process} is back")
                 if process == self.parts.trainer.name:
-                    returning = self.recovery.trainer_returned(Checkpoint.of(facts))
+                    checkpoint = Checkpoint.of(facts)
+                    for line in checkpoint.notes:
+                        self.recorder.note(line)
+                    returning = self.recovery.trainer_returned(checkpoint)
                     tasks.create_task(returning, name=f"bring back {process}")
                 else:
                     self.recovery.engine_returned(process)

@@ -27,6 +27,7 @@ from headrace.cluster.launchers.local import make_launcher
 from headrace.cluster.mps import Mps, sweep_daemons
 from headrace.cluster.supervision import Fleet
 from headrace.config import Config, dump_config, with_settings
+from headrace.config.file_digests import check_digests
 from headrace.config.memory import longest_sequence
 from headrace.config.model_dir import model_facts
 from headrace.delivery.setup import clean, prepare
@@ -169,8 +170,8 @@ class RunSession:
             facts = fleet.facts(TRAINER)
             self.progress.note(f"weights travel by {facts['transport']} ({facts['transport_why']})")
             controller = self._assemble(workers, waits)
-            if incomplete := facts["incomplete"]:
-                self.progress.note(f"{incomplete}: not a complete checkpoint, the one before it is used")
+            for line in Checkpoint.of(facts).notes:
+                self.progress.note(line)
             self._controller = controller
             watchers.append(guard.create_task(controller.serve(), name="serve"))
             if self._gateway is not None:
@@ -328,6 +329,7 @@ def start_run(
         if prompts is not None:
             (run_dir.path / "prompts.jsonl").write_text(prompts)
         task, chat = check_inputs(config, reward)
+        _check_models(config)
         session = RunSession(config, run_dir, progress, task, chat)
         with run_dir.report_full_disk():
             return session.execute()
@@ -338,6 +340,13 @@ def start_run(
         raise
 
 
+def _check_models(config: Config) -> None:
+    """Raise `ModelError` if a file that the run loads weights from has changed since Headrace wrote it."""
+    check_digests(Path(config.model.path), "[model] path")
+    if config.algorithm.teacher is not None:
+        check_digests(Path(config.algorithm.teacher), "[algorithm] teacher")
+
+
 def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) -> RunSession:
     """Continue a run from its newest checkpoint. `settings` change its configuration; the changes are shown."""
     run_dir, before = RunDir.open(path)
@@ -346,6 +355,7 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) ->
     config = with_settings(before, settings)
     check_resumable(run_dir.journal)
     task, chat = check_inputs(config)
+    _check_models(config)
     old, new = dump_config(before).splitlines(), dump_config(config).splitlines()
     for line in old:
         if line not in new:

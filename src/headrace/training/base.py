@@ -24,11 +24,18 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """The version under which these weights were published."""
     found: bool = False
     """Whether there was a checkpoint. Without a checkpoint, the warm start must run too."""
+    notes: list[str] = []
+    """Lines for the user: which checkpoints were not used, and why."""
 
     @classmethod
     def of(cls, facts: Mapping[str, int | float | str]) -> Checkpoint:
         """Read the facts that a trainer sent when it became ready (see `training.serving`)."""
-        return cls(step=int(facts["policy_steps"]), version=int(facts["version"]), found=bool(facts["resumed_from"]))
+        return cls(
+            step=int(facts["policy_steps"]),
+            version=int(facts["version"]),
+            found=bool(facts["resumed_from"]),
+            notes=str(facts["notes"]).splitlines(),
+        )
 
 
 class TrainerHandle(Protocol):

@@ -38,7 +38,7 @@ from headrace.models.lora import frozen_linears
 from headrace.models.rounding import hold_in_four_bits, round_weights, rounded
 from headrace.observe.spans import SpanRecorder
 from headrace.training import remote
-from headrace.training.checkpoints.base import BASES, delete_ahead, incomplete, keep_base, latest, prune, read_state
+from headrace.training.checkpoints.base import BASES, keep_base, latest, prune, read_state, set_aside
 from headrace.training.devices import engine_device, input_device
 from headrace.training.layers import compile_model, decoder_layers, recompute_layers
 from headrace.training.lora import TrainedAdapter
@@ -175,7 +175,7 @@ class TrainerRole:
     """A trainer with its publisher and the queue of requests from the controller."""
 
     def __init__(self, link: WorkerLink, config: Config, last_step: int | None = None) -> None:
-        """Load the model or the newest checkpoint. Checkpoints with more policy steps than `last_step` are deleted."""
+        """Load the model or the newest checkpoint that is whole and has at most `last_step` policy steps."""
         link.phase = "loading"
         self.link = link
         self.config = config
@@ -183,12 +183,10 @@ class TrainerRole:
         self.first = link.name == FIRST_RANK
         """Whether this rank answers for the trainer."""
         with link.spans.span("load"):
-            if last_step is not None and self.first:
-                # This comes before the ranks meet, so that all of them find the same newest checkpoint.
-                delete_ahead(self.checkpoints, last_step)
+            # This comes before the ranks meet, so that all of them find the same newest checkpoint.
+            self.notes = set_aside(self.checkpoints, last_step) if self.first else []
             built = build_trainer(config, self.checkpoints, link.spans, lambda device: join_ranks(link, config, device))
             self.trainer, self.ranks, self.device = built.trainer, built.ranks, built.device
-            self.incomplete = incomplete(self.checkpoints)
             self.resumed_from = latest(self.checkpoints)
             if self.resumed_from is not None:
                 self.trainer.load(self.resumed_from)
@@ -215,7 +213,7 @@ class TrainerRole:
             policy_steps=self.trainer.policy_steps,
             resumed_from=str(self.resumed_from or ""),
             version=NO_VERSION if self.resumed_from is None else read_state(self.resumed_from).version,
-            incomplete=", ".join(self.incomplete),
+            notes="\n".join(self.notes),
             device=self.device,
             transport=self.choice.transport,
             transport_why=self.choice.why,

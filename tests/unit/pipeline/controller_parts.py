@@ -225,6 +225,7 @@ class FakeRun:
             "policy_steps": checkpoint_step or 0,
             "version": 0 if checkpoint_step else -1,
             "resumed_from": "checkpoint" if checkpoint_step is not None else "",
+            "notes": "",
         }
         self.events.put(Returned(self.trainer.name, facts))
 

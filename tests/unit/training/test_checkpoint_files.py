@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 
 from headrace.errors import UserError
@@ -114,18 +116,67 @@ def test_companions_are_copied_and_weights_are_not(tmp_path):
     assert all((target / name).read_text() == name for name in companions)
 
 
-def test_what_is_ahead_of_the_journal_is_deleted_and_what_is_incomplete_is_named(tmp_path):
-    for steps in (3, 5, 7):
+def write_steps(directory, *policy_steps):
+    return [
         write_checkpoint(
-            tmp_path, TrainerState(steps_done=steps + 2, policy_steps=steps), lambda path: (path / "a").write_text("b")
+            directory, TrainerState(steps_done=steps, policy_steps=steps), lambda path: (path / "a").write_text("b")
         )
-    assert checkpoint.incomplete(tmp_path) == []
-    checkpoint.delete_ahead(tmp_path, 7)
-    assert names(tmp_path) == ["step-00000005", "step-00000007", "step-00000009"]
-    checkpoint.delete_ahead(tmp_path, 6)
-    assert names(tmp_path) == ["step-00000005", "step-00000007"]
-    (tmp_path / "step-00000007" / "a").write_text("longer")
-    assert checkpoint.incomplete(tmp_path) == ["step-00000007"]
+        for steps in policy_steps
+    ]
+
+
+def test_friction_34_what_is_ahead_of_the_journal_is_set_aside(tmp_path):
+    write_steps(tmp_path, 3, 5, 7)
+    assert checkpoint.set_aside(tmp_path, 7) == []
+    assert names(tmp_path) == ["step-00000003", "step-00000005", "step-00000007"]
+    assert checkpoint.set_aside(tmp_path, 6) == [
+        "step-00000007: it is of step 7, and the journal ends at step 6; it is kept as ahead-step-00000007 and not used"
+    ]
+    write_steps(tmp_path, 7)
+    assert len(checkpoint.set_aside(tmp_path, 6)) == 1
+    assert names(tmp_path) == ["ahead-step-00000007", "ahead-step-00000007-2", "step-00000003", "step-00000005"]
+    prune(tmp_path, 1)
+    assert names(tmp_path) == ["ahead-step-00000007", "ahead-step-00000007-2", "step-00000005"], "nothing is lost"
     assert latest(tmp_path) == tmp_path / "step-00000005"
-    checkpoint.delete_ahead(tmp_path / "nowhere", 0)
-    assert checkpoint.incomplete(tmp_path / "nowhere") == []
+    assert checkpoint.set_aside(tmp_path / "nowhere", 0) == []
+
+
+@pytest.mark.parametrize("name", ["a", "trainer/state.json", "SHA256SUMS"])
+def test_friction_30_a_flipped_bit_is_named_and_the_checkpoint_before_is_used(tmp_path, name):
+    good, bad = write_steps(tmp_path, 3, 5)
+    content = bytearray((bad / name).read_bytes())
+    # Of `state.json`, the last digit of a counter: it stays valid JSON.
+    content[content.rindex(b"5") if name.endswith(".json") else 0] ^= 1
+    (bad / name).write_bytes(content)
+    (line,) = checkpoint.set_aside(tmp_path, 5)
+    assert line.startswith("step-00000005: ") and ("has other bytes than were written" in line or "SHA256SUMS" in line)
+    assert name in line or name == "SHA256SUMS"
+    assert latest(tmp_path) == good and (tmp_path / "damaged-step-00000005").is_dir()
+
+
+@pytest.mark.parametrize("lost", ["a", "trainer/state.json", "SHA256SUMS"])
+def test_friction_30_a_missing_file_is_named(tmp_path, lost):
+    good, bad = write_steps(tmp_path, 3, 5)
+    (bad / lost).unlink()
+    (line,) = checkpoint.set_aside(tmp_path, None)
+    assert line == f"step-00000005: {lost} is missing; it is kept as damaged-step-00000005 and not used"
+    assert latest(tmp_path) == good
+
+
+def test_a_checkpoint_of_the_format_without_digests_is_used_and_this_is_said(tmp_path):
+    (old,) = write_steps(tmp_path, 3)
+    (old / "SHA256SUMS").unlink()
+    state = old / "trainer" / "state.json"
+    state.write_text(state.read_text().replace('"format": 2', '"format": 1'))
+    assert checkpoint.set_aside(tmp_path, 3) == [
+        "step-00000003 is of an older version and has no digests: only sizes were compared"
+    ]
+    assert latest(tmp_path) == old
+
+
+def test_the_digests_are_those_of_sha256sum(tmp_path):
+    (saved,) = write_steps(tmp_path, 3)
+    lines = dict(reversed(line.split("  ")) for line in (saved / "SHA256SUMS").read_text().splitlines())
+    assert lines == {
+        name: hashlib.sha256((saved / name).read_bytes()).hexdigest() for name in ("a", "trainer/state.json")
+    }

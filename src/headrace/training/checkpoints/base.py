@@ -1,8 +1,9 @@
 """Checkpoints on disk. A checkpoint directory is either complete or not there.
 
 A checkpoint is written into a hidden directory beside its final place, synced to the disk, and renamed.
-`trainer/state.json` is written last and lists every file with its size. A directory that does not match its own list
-does not count as a checkpoint.
+`trainer/state.json` lists every file with its size, and `SHA256SUMS` has the digest of every file. A directory that
+does not match its own list does not count as a checkpoint. The digests are compared before a trainer loads a
+checkpoint. No checkpoint that might be of use is deleted: it is set aside under another name.
 
     step-00000042/
       config.json, *.safetensors, tokenizer.json, ...   a complete model directory, or with [lora] instead
@@ -10,6 +11,9 @@ does not count as a checkpoint.
       trainer/optimizer.safetensors
       trainer/reference.safetensors                     if the loss needs a reference that no model directory holds
       trainer/state.json
+      SHA256SUMS
+    damaged-step-00000043/                              its files are not as they were written
+    ahead-step-00000044/                                the journal does not know its last steps
 
 No torch is imported here, because the controller looks for checkpoints too.
 """
@@ -22,14 +26,17 @@ from typing import Any
 
 import msgspec
 
+from headrace.config.file_digests import SUMS, find_damage, sync, write_digests
 from headrace.config.model_dir import SHARDS as SHARDS
 from headrace.errors import UserError
 from headrace.types import NO_VERSION
 
-FORMAT = 1
+FORMAT = 2
+WITHOUT_DIGESTS = 1
+"""The format of checkpoints that carry no digests. They are read, too."""
 _NAME = re.compile(r"step-\d{8,}")
 _PARTIAL = ".partial-"
-_NOT_COPIED = {"config.json", ".git", ".gitattributes", "README.md"}
+_NOT_COPIED = {"config.json", ".git", ".gitattributes", "README.md", SUMS}
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 _LARGEST_COPY = 256 << 20
 ADAPTER_CONFIG = "adapter_config.json"
@@ -85,14 +92,14 @@ def finish_checkpoint(partial: Path, state: TrainerState) -> Path:
     files = {str(f.relative_to(partial)): f.stat().st_size for f in sorted(partial.rglob("*")) if f.is_file()}
     record = _Record(format=FORMAT, state=state, files=files)
     (partial / "trainer" / "state.json").write_bytes(msgspec.json.format(msgspec.json.encode(record)))
-    for path in [*partial.rglob("*"), partial]:
-        _sync(path)
+    write_digests(partial)
     if final.exists():
         # The run went back to an older checkpoint and reached this step again. The existing directory is from the
         # abandoned branch.
         final.rename(directory / f"{_PARTIAL}replaced-{final.name}")
     partial.rename(final)
-    _sync(directory)
+    sync(directory)
+    sync(directory.parent)
     clean(directory)
     return final
 
@@ -115,20 +122,45 @@ def latest(directory: Path) -> Path | None:
     return next(reversed(_complete(directory)), None)
 
 
-def incomplete(directory: Path) -> list[str]:
-    """Return the names of checkpoints that are not complete. A run never leaves one: something else damaged them."""
-    return [path.name for path in _named(directory) if _record(path) is None]
+def set_aside(directory: Path, last_step: int | None) -> list[str]:
+    """Rename the newest checkpoints until the newest one can be used. Return one line for each, and for an old format.
 
-
-def delete_ahead(directory: Path, last_step: int) -> None:
-    """Delete checkpoints with more than `last_step` policy steps.
-
-    Only the one writer of the directory may call this. A run that was killed may not have recorded its last steps, so
-    nobody knows what such a checkpoint was trained on.
+    A checkpoint is renamed if a file is damaged, or if it has more than `last_step` policy steps: a run that was killed
+    may not have recorded its last steps, and then nobody knows what the checkpoint was trained on. Only the one writer
+    of the directory may call this.
     """
-    for checkpoint, state in _complete(directory).items():
-        if state.policy_steps > last_step:
-            _delete(checkpoint)
+    said = []
+    for checkpoint in reversed(_named(directory)):
+        if what := damage_of(checkpoint):
+            kept = _rename(checkpoint, "damaged")
+        elif last_step is not None and (step := read_state(checkpoint).policy_steps) > last_step:
+            kept, what = _rename(checkpoint, "ahead"), f"it is of step {step}, and the journal ends at step {last_step}"
+        else:
+            if not (checkpoint / SUMS).exists():
+                said.append(f"{checkpoint.name} is of an older version and has no digests: only sizes were compared")
+            break
+        said.append(f"{checkpoint.name}: {what}; it is kept as {kept.name} and not used")
+    return said
+
+
+def damage_of(checkpoint: Path) -> str:
+    """Return one line about what is wrong with the files of a checkpoint, or an empty line. All files are read."""
+    record = _record(checkpoint)
+    if record is None:
+        return find_damage(checkpoint) or "it is not a complete checkpoint"
+    if record.format != WITHOUT_DIGESTS and not (checkpoint / SUMS).exists():
+        return f"{SUMS} is missing"
+    return find_damage(checkpoint)
+
+
+def _rename(checkpoint: Path, why: str) -> Path:
+    kept, again = checkpoint.with_name(f"{why}-{checkpoint.name}"), 1
+    while kept.exists():
+        again += 1
+        kept = checkpoint.with_name(f"{why}-{checkpoint.name}-{again}")
+    checkpoint.rename(kept)
+    sync(checkpoint.parent)
+    return kept
 
 
 def by_name(directory: Path) -> dict[str, Path]:
@@ -177,8 +209,10 @@ def keep_base(model: Any, directory: Path, source: Path, name: str = BASES["full
         shutil.rmtree(partial, ignore_errors=True)
         model.save_pretrained(partial)
         copy_companions(source, partial)
+        write_digests(partial)
         try:
             partial.rename(final)
+            sync(directory)
         except OSError:
             if not final.is_dir():
                 raise
@@ -219,14 +253,6 @@ def _record(checkpoint: Path) -> _Record | None:
     try:
         record = msgspec.json.decode((checkpoint / "trainer" / "state.json").read_bytes(), type=_Record)
         whole = all((checkpoint / name).stat().st_size == size for name, size in record.files.items())
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError, msgspec.DecodeError):
         return None
-    return record if whole and record.format == FORMAT else None
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return record if whole and record.format in (WITHOUT_DIGESTS, FORMAT) else None

@@ -1,7 +1,7 @@
 """Checkpoints for other programs: a whole model for Hugging Face, an adapter for peft, or shards put together in place.
 
-The exported weights are those of the checkpoint, and no file of Headrace is left in the export. The directory is either
-there as a whole or not at all.
+The exported weights are those of the checkpoint, and no file of Headrace is left in the export but `SHA256SUMS`, the
+digests of its files. The directory is either there as a whole or not at all, and a damaged checkpoint is not exported.
 """
 
 import shutil
@@ -11,9 +11,10 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForCausalLM
 
+from headrace.config.file_digests import SUMS, check_digests, sync, write_digests
 from headrace.errors import ModelError, UserError
 from headrace.models.loading import load_model, named_weights
-from headrace.training.checkpoints.base import base_of, copy_companions, is_sharded, read_state
+from headrace.training.checkpoints.base import base_of, copy_companions, damage_of, is_sharded
 from headrace.training.checkpoints.saving import WEIGHTS, read_shards
 from headrace.training.lora import ADAPTER_FILE
 
@@ -25,7 +26,8 @@ def export_checkpoint(checkpoint: Path, out: Path, to: Format) -> Path:
 
     For `hf`, an adapter is merged in float32, and the shards of several ranks are put together in host memory.
     """
-    read_state(checkpoint)
+    if damage := damage_of(checkpoint):
+        raise UserError(f"{checkpoint} is damaged: {damage} (--checkpoint takes another one)")
     adapter = (checkpoint / ADAPTER_FILE).is_file()
     if to == "peft" and not adapter:
         raise UserError(f"{checkpoint} has no adapter: its run trained all weights (export it with --to hf)")
@@ -41,7 +43,9 @@ def export_checkpoint(checkpoint: Path, out: Path, to: Format) -> Path:
             _copy_adapter(checkpoint, partial)
         else:
             _merge(checkpoint, partial)
+        write_digests(partial)
         partial.rename(out)
+        sync(out.parent)
     except OSError as error:
         raise UserError(f"--out {out}: {error.strerror or error}") from error
     finally:
@@ -77,7 +81,7 @@ def _copy_model(checkpoint: Path, out: Path) -> None:
     if is_sharded(checkpoint) and not any(checkpoint.glob("*.safetensors")):
         _write_whole(checkpoint, out)
     # The checkpoint's own files are copied last, because its generation config is that of the trained model.
-    shutil.copytree(checkpoint, out, ignore=shutil.ignore_patterns("trainer", ".*"), dirs_exist_ok=True)
+    shutil.copytree(checkpoint, out, ignore=shutil.ignore_patterns("trainer", SUMS, ".*"), dirs_exist_ok=True)
 
 
 def _copy_adapter(checkpoint: Path, out: Path) -> None:
@@ -94,6 +98,7 @@ def _merge(checkpoint: Path, out: Path) -> None:
     from peft import PeftModel
 
     base = base_of(checkpoint)
+    check_digests(base, "the base model of the adapter")
     try:
         # The merge is done in float32, as the adapter was trained: 16 bits would round the adapter's changes away.
         model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

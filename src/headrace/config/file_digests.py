@@ -1,0 +1,73 @@
+"""SHA-256 digests of the files of a directory, in `SHA256SUMS`, as the program `sha256sum` writes and checks them.
+
+Checkpoints and exports carry this file. A file whose bytes have changed since then is named before anything reads it.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+
+from headrace.errors import ModelError
+
+SUMS = "SHA256SUMS"
+
+
+def write_digests(directory: Path) -> None:
+    """Write the digests of all files below a directory, and wait until the files and the names are on the disk."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / SUMS)
+    lines = [f"{_digest(path)}  {path.relative_to(directory).as_posix()}\n" for path in files]
+    (directory / SUMS).write_text("".join(lines))
+    for path in [*directory.rglob("*"), directory]:
+        sync(path)
+
+
+def find_damage(directory: Path, *, everything: bool = True) -> str:
+    """Return one line about the first file that is not as it was written, or an empty line if all files are.
+
+    Without `everything`, only the files that are there are compared, and no file in a subdirectory: a person may have
+    copied a part of a checkpoint. A directory without digests is taken as it is.
+    """
+    try:
+        lines = (directory / SUMS).read_text().splitlines()
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError):
+        return f"{SUMS} cannot be read"
+    for line in lines:
+        wanted, space, name = line.partition("  ")
+        if len(wanted) != 64 or not space or Path(name).is_absolute() or ".." in Path(name).parts:
+            return f"{SUMS} is damaged"
+        path = directory / name
+        if not everything and ("/" in name or not path.exists()):
+            continue
+        if not path.is_file():
+            return f"{name} is missing"
+        try:
+            if _digest(path) != wanted:
+                return f"{name} has other bytes than were written"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+    return ""
+
+
+def check_digests(directory: Path, key: str) -> None:
+    """Raise a `ModelError` that begins with `key` if a file of this model directory has changed since it was written.
+
+    A directory that carries no digests, such as one from a model hub, is taken as it is.
+    """
+    if damage := find_damage(directory, everything=False):
+        raise ModelError(f"{key}: {directory} is damaged: {damage}")
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
