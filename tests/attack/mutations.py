@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 NASTY_TEXT = (
     "", " ", "\0", "\x1b[2J\x1b[31mred", "..", "../../etc/passwd", "/", "/dev/null", "~", "a" * 100_000, "é🙂",
@@ -15,6 +15,31 @@ NASTY_VALUES: tuple[Any, ...] = (
     -1, 0, 1, 2**31, 2**63, 2**64, 10**30, -(2**63), 0.0, -0.5, 1e-300, 1e308, float("inf"), float("nan"), True, False,
     [], [[]], [None], {}, [1, "a"], *NASTY_TEXT,
 )  # fmt: skip
+LITERALS = {
+    "an integer of 400 digits": "1" + "0" * 400,
+    "an integer of 5000 digits": "9" * 5000,
+    "a hexadecimal integer of 80 bits": "0x" + "f" * 20,
+    "lists in lists in lists": "[" * 3000 + "]" * 3000,
+    "tables in tables": "{a = " * 300 + "1" + "}" * 300,
+    "a date": "1979-05-27T07:32:00Z",
+    "a string without an end": '"""',
+    "a lone surrogate": '"\\ud800"',
+    "minus infinity": "-inf",
+    "a float of 400 digits": "0." + "1" * 400 + "e-4000",
+    "nothing": "",
+}
+"""Values as a TOML file spells them, which no writer of TOML writes."""
+
+
+class Case(NamedTuple):
+    """One attack and how it ended."""
+
+    done: str
+    """What was tried, in one line."""
+    problem: str | None
+    """What is wrong with the outcome; None: nothing."""
+    outcome: str = ""
+    """How it ended, in a word that the table counts."""
 
 
 def damaged(data: bytes, random: Random) -> tuple[bytes, str]:
@@ -50,9 +75,10 @@ def _damage(data: bytes, random: Random) -> tuple[bytes, str]:
             return random.randbytes(max(1, min(size, 1 << 16))), "replaced by random bytes"
 
 
-def nasty(random: Random) -> Any:
-    """Return a value that a careless reader stumbles over."""
-    return random.choice(NASTY_VALUES)
+def nasty(random: Random, like: object = None) -> Any:
+    """Return a value that a careless reader stumbles over, if possible of the type of `like`."""
+    alike = [value for value in NASTY_VALUES if type(value) is type(like)]
+    return random.choice(alike or NASTY_VALUES)
 
 
 def mutated_json(value: Any, random: Random) -> Any:

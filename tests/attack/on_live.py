@@ -17,7 +17,7 @@ from urllib.parse import urlparse
 import msgspec
 import numpy as np
 import zmq
-from mutations import as_json, damaged, mutated_json, nasty
+from mutations import Case, as_json, damaged, mutated_json, nasty
 from targets import ROOT, Targets
 
 from headrace.channel.codec import pack
@@ -30,6 +30,7 @@ SETTINGS = (
     "run.name=live", "run.versions=100000", "warm_start.steps=0", "rollouts.group_size=2", "buffer.groups=2",
     "evaluate.prompts=0", "observe.display=plain", "task.timeout=3600",
 )  # fmt: skip
+OUTCOMES = {0: "closed", -1: "no answer"}
 START_SECONDS, ANSWER_SECONDS = 120.0, 30.0
 CHAT = {
     "model": "m",
@@ -146,7 +147,7 @@ def ask(host: str, port: int, text: bytes) -> tuple[int, bytes]:
     return (int(words[1]) if len(words) > 2 and words[1].isdigit() else 0), answer
 
 
-def attack_gateway(random: Random, live: LiveRun) -> tuple[str, str | None]:
+def attack_gateway(random: Random, live: LiveRun) -> Case:
     """Send a mutated request. It is answered below 500 and soon, and a plain request still works."""
     host, port, key = live.gateway
     path = random.choice(list(BODIES))
@@ -159,6 +160,7 @@ def attack_gateway(random: Random, live: LiveRun) -> tuple[str, str | None]:
     text = request(path, body, key.encode("utf-8", "replace").decode(), method=random.choice(("POST",) * 9 + ("GET",)))
     if random.random() < 0.2:
         text, how = damaged(text, random)
+    status = -1
     try:
         status, answer = ask(host, port, text)
         problem = f"answered {status}: {answer[-300:]!r}" if status >= 500 else None
@@ -166,10 +168,10 @@ def attack_gateway(random: Random, live: LiveRun) -> tuple[str, str | None]:
         problem = f"not answered within {ANSWER_SECONDS:g} s"
     if problem is None and random.random() < 0.05:
         problem = live.problem()
-    return f"{path} {how}: {text[:60]!r} ... {text[-60:]!r}", problem
+    return Case(f"{path} {how}: {text[:60]!r} ... {text[-60:]!r}", problem, OUTCOMES.get(status, str(status)))
 
 
-def attack_hub(random: Random, live: LiveRun) -> tuple[str, str | None]:
+def attack_hub(random: Random, live: LiveRun) -> Case:
     """Send frames that no worker sends, under a strange name. The run goes on."""
     frames = [bytes(frame) for frame in pack("event", random.choice((0, 1, 2**40)), random.choice(MESSAGES))]
     at = random.randrange(len(frames))
@@ -195,7 +197,7 @@ def attack_hub(random: Random, live: LiveRun) -> tuple[str, str | None]:
         peer.connect(live.hub)
         peer.send_multipart(frames or [b""])
     problem = live.problem() if random.random() < 0.05 else None
-    return f"{name!r}: {how}", problem
+    return Case(f"{name!r}: {how}", problem, "sent")
 
 
 KINDS = {"gateway": attack_gateway, "hub": attack_hub}

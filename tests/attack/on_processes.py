@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from random import Random
 
+from mutations import Case
 from targets import QUICKSTART, ROOT, Targets
 
 AGENT = ROOT / "examples/agent/agent.toml"
@@ -155,7 +156,7 @@ def _field(process: Path, number: int) -> str:
     return (process / "stat").read_text().rpartition(")")[2].split()[number]
 
 
-def attack_processes(random: Random, targets: Targets) -> tuple[str, str | None]:
+def attack_processes(random: Random, targets: Targets) -> Case:
     """Run one configuration and attack its processes, then look at what is left."""
     name = random.choice(list(CONFIGURATIONS))
     directory = targets.directory / f"attacked-{random.getrandbits(32):08x}"
@@ -169,7 +170,7 @@ def attack_processes(random: Random, targets: Targets) -> tuple[str, str | None]
                 break
             time.sleep(random.random() * 0.5)
             done += [f"step {moment}: {victim.attack(random)}" for _ in range(random.choice((1, 1, 2)))]
-        return f"{name}: {', '.join(done)}", victim.problem()
+        return Case(f"{name}: {', '.join(done)}", victim.problem(), f"exit {victim.controller.returncode}")
     finally:
         victim.end()
 
