@@ -32,7 +32,10 @@ REFERENCES = "or module:attribute, or file.py:attribute"
 
 
 def check_together(config: Config) -> None:
-    """Raise `ConfigError` if the value of a key that takes names is none of them, or values contradict each other."""
+    """Raise `ConfigError` if the value of a key that takes names is none of them, or values contradict each other.
+
+    What the user's own loss, advantage or transport declares is left to `check_references` and `check_transport`.
+    """
     for name in Config.__struct_fields__:
         section = getattr(config, name)
         for key in getattr(section, "__struct_fields__", ()):

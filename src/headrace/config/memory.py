@@ -5,7 +5,8 @@ Where a trainer and engines share one GPU, the trainer's need is estimated, and 
 one GPU. The estimate is meant as an upper bound. A margin covers what is not counted.
 
 The formulas for time are the usual ones. Training takes six floating-point operations per parameter and token.
-Generation takes two, but each step must also read all weights once. The estimate says which side will wait.
+Generation takes two, but each step must also read all weights once. The estimate says which side will wait, not how
+long it will take.
 """
 
 from pathlib import Path
@@ -198,7 +199,10 @@ def _head(config: Config, facts: ModelFacts, copy: int, *, on_gpu: bool) -> int:
 
 
 def estimate(config: Config, facts: ModelFacts) -> dict[str, Any]:
-    """Estimate the memory of each process in bytes, the seconds per version on each side, and the slower side."""
+    """Estimate the memory of each process in bytes, the seconds per version on each side, and the slower side.
+
+    Each trainer rank is a process. What a rank offloads is counted as host memory.
+    """
     rollouts, engine = config.rollouts, config.engine
     answers = config.buffer.groups * rollouts.group_size * config.delivery.publish_every
     tokens = max(1.0, rollouts.max_tokens * FRACTION_OF_MAX)

@@ -36,11 +36,12 @@ COMPILATIONS = 64
 _SUFFIX = "_as_tensor"
 _STATEFUL = ("linear", "conv", "mamba", "recurrent", "ssm", "rwkv", "chunked")
 _LONGEST_WINDOW = 64
-"""The tiny pass is longer than windows up to this size; longer ones are only compared with the configuration."""
+"""The check's forward pass is longer than windows up to this size. Longer windows are only compared with the
+configuration."""
 _TOLERANCE = {torch.float32: 5e-4, torch.float64: 5e-4}
 """The largest allowed difference of log-probabilities, relative to their spread."""
 _COARSE, _COARSE_MEAN = 0.3, 0.05
-"""The same for 16 bits, where rounding alone makes a deep model differ by 0.15; and the largest mean."""
+"""The same for 16 bits, where rounding alone makes a deep model differ by 0.15; and the largest mean difference."""
 
 
 def prepare_to_compile(model: Any) -> None:
@@ -73,7 +74,7 @@ _IGNORED = {"position_ids", "cache_position", "use_cache", "output_attentions", 
 _IGNORED |= {"output_router_logits", "return_dict", "num_items_in_batch", "past_key_values", "cu_seq_lens_q"}
 
 ANY_LAYER = -1
-"""The layer of a call compiled for training. Code that read the index would be compiled again for each layer."""
+"""The layer of a call compiled for training. If compiled code read the index, each layer would be compiled alone."""
 
 
 @dataclass(frozen=True)
@@ -319,7 +320,8 @@ class ReferenceContext:
 def check_model(model: Any, max_length: int | None = None) -> None:
     """Raise a one-line `ModelError` unless this model, loaded with Headrace's attention, computes what it should.
 
-    `max_length` is the longest sequence that the model will see, if known: it limits some rotary embeddings.
+    `max_length` is the longest sequence that the model will see, if known: some rotary embeddings are safe only
+    below a certain length.
     """
     name = type(model).__name__
     config = model.config.get_text_config()

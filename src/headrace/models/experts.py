@@ -29,7 +29,7 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_exp
 _TRAINED_IN_FULL = ".modules_to_save."
 _MOST_EXPERTS = torch.iinfo(torch.int16).max
 _BLOCK = 8
-"""How many experts are computed at once when all are. It is constant, as compiled layers require."""
+"""How many experts are computed at once when all are. It is the same in every pass, as compiled layers require."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def experts_modules(model: torch.nn.Module) -> dict[str, Any]:
         path: module
         for path, module in model.named_modules()
         if all(name in vars(module) for name in _DISPATCHED) and hasattr(module, "down_proj")
-        if _TRAINED_IN_FULL not in path  # peft keeps the original beside experts that it trains in full
+        if _TRAINED_IN_FULL not in path  # not the copy that peft trains in full
     }
 
 
@@ -188,7 +188,7 @@ def _grouped(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: to
     if module.has_bias:
         outer = outer + module.down_proj_bias[expert.int()]
     outer = _normed(module, outer) * weights.reshape(-1)[order, None]
-    # The results go back to the order of tokens, where the sum over a token's experts has a fixed order.
+    # The results go back to the order of tokens, where the sum over a token's experts has a fixed order: no atomics.
     back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     return outer[back].view(tokens, per_token, outer.shape[-1]).sum(1)
 

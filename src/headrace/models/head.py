@@ -114,7 +114,10 @@ def _wide(layer: torch.nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 class _Gradient(torch.autograd.Function):
-    """Makes the stand-in for a matrix: a float32 tensor of the same shape that takes no memory. See `_wide`."""
+    """Makes the stand-in for a matrix: a float32 tensor of the same shape that takes no memory.
+
+    Autograd sums the stand-in's gradients in float32. Then `backward` casts the sum to the dtype of the matrix.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:

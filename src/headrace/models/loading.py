@@ -49,7 +49,10 @@ def choose_device(wanted: str, section: str) -> str:
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return what is published and swapped: every parameter once, under its first name, and persistent buffers."""
+    """Return the weights that are published and swapped: every parameter once, and persistent buffers.
+
+    The keys are canonical names. Tied parameters are under their first name.
+    """
     found: dict[str, torch.Tensor] = {name: p.detach() for name, p in model.named_parameters()}
     persistent = model.state_dict().keys()
     found |= {name: b.detach() for name, b in model.named_buffers() if name in persistent and name not in found}

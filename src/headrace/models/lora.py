@@ -84,7 +84,10 @@ def find_targets(model: Any, targets: tuple[str, ...], modules: tuple[str, ...] 
 
 
 def frozen_linears(model: Any, modules: tuple[str, ...] = ()) -> dict[str, nn.Linear]:
-    """Return the linear layers that stay frozen beside an adapter: not the vocabulary projection, nor `modules`."""
+    """Return the linear layers that stay frozen beside an adapter, whether the adapter changes them or not.
+
+    The vocabulary projection is left out, and so is everything inside `modules` (see `find_targets`).
+    """
     named = dict(model.named_modules())
     full = {inner for module in modules for name in _full_modules(named, module) for inner in named[name].modules()}
     full.add(model.get_output_embeddings())
@@ -172,7 +175,8 @@ class Adapter:
         """Give this model an adapter that changes nothing yet: all its matrices are zero.
 
         The adapter's tensors are float32 where they are merged, because only swaps read them, and of their layer's
-        dtype where they are not. An unmerged adapter replaces the targeted modules, so add it before compiling.
+        dtype where they are not. An unmerged adapter replaces the targeted modules, so add it before
+        layers are compiled or graphs captured. Raises `ModelError` for a target that does not fit, see `find_targets`.
         """
         targets = find_targets(model, tuple(config.targets), tuple(config.modules))
         self._scaling = config.scaling
@@ -197,7 +201,10 @@ class Adapter:
         return dict(self._weights)
 
     def apply(self) -> None:
-        """Compute the merged weights from the current adapter, in place and without waiting for the device."""
+        """Compute the merged weights from the current adapter, in place and without waiting for the device.
+
+        Layers beside an unmerged adapter read the adapter's tensors directly.
+        """
         with torch.no_grad():
             for merge in self._merges:
                 merge.apply(self._scaling)
@@ -222,11 +229,14 @@ def _inject(model: Any, config: LoraConfig, targets: Targets) -> None:
 
 
 def adapter_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of peft's adapter in this model, and of modules trained in full, by canonical name."""
+    """Return the tensors of peft's adapter in this model, and of modules trained in full, by canonical name.
+
+    An engine's adapter has the same names in both of its modes.
+    """
     found: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
         name = _PEFT_PLACE.sub("", path)
-        if parameter := getattr(module, "parameter_name", None):  # a stack of experts, which peft nests
+        if parameter := getattr(module, "parameter_name", None):  # of stacked experts, which peft nests
             name = f"{name}.{parameter}"
         a, b = (getattr(module, side, None) for side in ("lora_A", "lora_B"))
         if isinstance(a, nn.ModuleDict) and isinstance(b, nn.ModuleDict) and _ADAPTER in a:

@@ -5,7 +5,8 @@ those of NF4, which are equally likely for normally distributed weights. Roundin
 alone. So trainer and engines hold the same numbers, the trainer in 4 bits and the engines dense.
 
 Inside `rounded`, every module computes with its own parameters rounded to a dtype and back, one module at a time, so
-there is no second copy of the weights. The trainer thus computes what an engine with such weights computes.
+there is no second copy of the weights. The parameters are restored when the pass of their module ends, also after an
+error. The trainer thus computes what an engine with such weights computes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,7 +75,7 @@ class FourBitLinear(nn.Linear):
         return output
 
 
-# The operation is opaque to the compiler, which would keep the weight in memory from one pass to the other.
+# Opaque to the compiler, which would keep the unpacked weight in memory from the forward to the backward pass.
 @torch.library.custom_op("headrace::four_bit_linear", mutates_args=())
 def _linear(
     hidden: torch.Tensor,

@@ -28,7 +28,8 @@ from headrace.training.rows import MicroBatch, Segment
 
 LARGEST_HEAD = 256
 JOINED_TOKENS = 64
-"""Short segments are attended in one call of up to this many tokens, which costs scores that are masked."""
+"""Short segments are attended together, up to this many tokens in one call. Fewer calls save overhead, but more scores
+are computed only to be masked."""
 
 
 class Ranges(NamedTuple):

@@ -1,6 +1,7 @@
 """How decoder layers run in training: compiled, and computed again in the backward pass if memory is short.
 
-If a compilation fails, one line says so, and the layers run uncompiled from then on.
+One compilation serves all layers of a kind and all lengths of rows. If a compilation fails, one line says so, and the
+layers run uncompiled from then on.
 
 With activation checkpointing, a layer keeps only its inputs, and the backward pass computes the layer again. The
 attention context of a row is active only while the row is computed, so the second run restores the context of the first
@@ -125,7 +126,7 @@ def warm_up_batches(vocabulary: int, row_tokens: int) -> Iterator[Batch]:
     """Yield batches of one row, in which every token except the first of each sequence is trained.
 
     The layers are compiled on these meaningless batches before the first real step. The batches are as large as the
-    rows of real steps: a compiler that sees short rows first makes reductions that stay slow for long rows.
+    rows of real steps: a compiler that sees short rows first fits its reductions to them, and long rows stay slow.
     """
     for share in SHARES:
         tokens = max(4, int(share * row_tokens))

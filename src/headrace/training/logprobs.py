@@ -128,7 +128,8 @@ def _among(logits: torch.Tensor, kept: KeptSets, entropy: EntropyOf) -> tuple[to
 
 
 CHUNK_ELEMENTS = 1 << 26
-"""The number of logits that exist at once (256 MiB in float32). More are computed in chunks, and again backward."""
+"""The number of logits that exist at once (256 MiB in float32). A row with more is computed in chunks, and its backward
+pass computes them again."""
 DEVICE_CHUNKS = 4
 """A GPU holds this many times as many logits at once, because small chunks would leave it idle."""
 

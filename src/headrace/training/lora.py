@@ -59,7 +59,10 @@ class TrainedAdapter:
 
     @contextmanager
     def dropout(self, step: int, share: int = 0) -> Iterator[None]:
-        """Apply dropout to the adapter's inputs inside this context, drawn from the seed, the step and the share."""
+        """Apply dropout to the adapter's inputs inside this context.
+
+        What is dropped depends only on the seed, the step and the share, which is this rank's share of the rows.
+        """
         if not self._dropouts:
             yield
             return

@@ -1,7 +1,8 @@
 """The optimizer step, the learning rate schedule, and the rule that a gradient that is not finite changes nothing.
 
 The learning rate is a pure function of the step, and all optimizer state is kept in checkpoints, so a resumed run
-continues exactly where it stopped. On a GPU, fused AdamW tests gradients itself, so the host does not wait.
+continues exactly where it stopped. On a GPU, fused AdamW decides on the device whether a gradient is
+finite, so the host does not wait.
 
 Every trainable parameter belongs to one group of one optimizer. Weight decay applies to matrices. It does not apply to
 vectors (norms, biases), nor to stacked vectors of experts. `[training] learning_rates` multiplies a group's rate.
@@ -61,7 +62,10 @@ class Applied(NamedTuple):
 
 
 class Optimizer:
-    """All optimizers of this rank's part of a model's trainable parameters, used as one."""
+    """All optimizers of a model's trainable parameters, used as one and stepped with a given learning rate.
+
+    Each rank steps its part of a sharded model, with its part of the moments. Muon gathers whole matrices for that.
+    """
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
 """The trainer's ranks: one process each, in a grid of `data` (rows of work) by `tensor` (slices of the model).
 
 Every rank is sent the same messages in the same order, so all ranks reach the same collective. No rank waits longer for
-the others than the deadline of the process group. A background thread uses a process group of its own.
+the others than the deadline of the process group. A background thread uses a process group of its own, not
+the group of the step.
 
 Models are sharded by FSDP2, decoder layer by decoder layer. Sharding changes where weights are and which rank computes
 what, but never what is computed. With a single rank, the model is not wrapped at all, unless weights are offloaded.
@@ -9,7 +10,8 @@ what, but never what is computed. With a single rank, the model is not wrapped a
 Tensor parallelism goes by the module names that most model families share: q/k/v/o, gate/up/down, embedding and head.
 Matrices into heads and inner features are cut by output, matrices back are cut by input, and the vocabulary is cut by
 token. Everything else (norms, routers, experts) is the same on every tensor rank and sees the same activations. A
-family whose attention or feed-forward holds an unknown part is refused: it would train wrongly.
+family whose attention or feed-forward holds an unknown part is refused, because a slice that is mistaken for a whole
+would train wrongly.
 """
 
 import os
@@ -105,8 +107,11 @@ class Ranks:
 
 
 def join(store: Path, rank: int, ranks: int, *, tensor_parallel: int, device: str, timeout: float) -> Ranks:
-    """Meet the other ranks at `store`, a file that did not exist before, and form the grid."""
-    # Nothing may listen beyond the host, whatever its name resolves to. A launcher for several hosts sets these.
+    """Meet the other ranks at `store`, a file that did not exist before, and form the grid.
+
+    On GPUs, each rank takes a GPU of its own. Raises a `UserError` if this machine has too few.
+    """
+    # On one host, nothing may listen beyond it, whatever its name resolves to. A launcher for several hosts sets these.
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, _LOOPBACK)
     place = torch.device(device)
@@ -151,7 +156,7 @@ def shard_model(model: Any, layers: Sequence[torch.nn.Module], ranks: Ranks, tra
         fully_shard(module, mesh=ranks.mesh["data"], mp_policy=precision, offload_policy=offload)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # A batch's weights are already divided by the count of the whole step, so gradients are summed.
+            # A batch's weights are already divided by the count of the whole step, so ranks sum gradients.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 

@@ -14,7 +14,7 @@ from headrace.training.base import StepReport
 from headrace.types import Batch
 
 RENDEZVOUS = "ranks.store"
-"""The file in the run directory where the ranks find each other. The controller removes it before they start."""
+"""The file in the run directory where ranks find each other. The controller removes it before it starts them."""
 
 
 class Train(Message):
@@ -84,7 +84,11 @@ M = TypeVar("M", bound=Message)
 
 
 class RemoteTrainer:
-    """The implementation of `TrainerHandle` over a hub. Only the first rank answers, and only it gets `Resend`."""
+    """The implementation of `TrainerHandle` over a hub.
+
+    All ranks are sent the same messages in the same order, except `Resend`, which only the first rank gets. The first
+    rank answers for all.
+    """
 
     def __init__(self, hub: Hub, name: str, *, deadline: float, others: Sequence[str] = ()) -> None:
         """Set up the handle. `name` is the first rank, and `others` are the other ranks."""

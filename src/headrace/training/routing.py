@@ -40,7 +40,8 @@ _shapes: WeakKeyDictionary[Any, RoutingShape | None] = WeakKeyDictionary()
 def following(model: Any, row: MicroBatch) -> Iterator[Forced | None]:
     """Make passes over this row, backward passes included, use the recorded experts inside this context.
 
-    If the row has no record, nothing is forced. Layers run uncompiled: the forced experts differ by row.
+    If the row has no record, nothing is forced. Layers run uncompiled inside the context, because the forced
+    experts differ from row to row.
     """
     if row.routing is None:
         yield None

@@ -46,7 +46,7 @@ class Member:
     """The positions of the trained tokens within the sequence."""
     targets: Int32Array
     routing: Int16Array | None = None
-    """The experts that each token goes through, recorded with the next token, which was sampled in that pass."""
+    """The experts that each token goes through. A trace has them beside the next token, which the same pass sampled."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,10 @@ def _cost_of(length: int, before: int) -> float:
 
 
 def _first_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Return the indices of rows of at most `budget`, about the fewest. A larger size gets a row of its own."""
+    """Divide sizes, largest first, into about the fewest rows of at most `budget`. Return the indices of each row.
+
+    Equal sizes keep their order. A size that is larger than the budget gets a row of its own.
+    """
     rows: list[list[int]] = []
     room: list[int] = []
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -277,7 +280,8 @@ def _rows_for_ranks(families: Sequence[Family], budget: int, ranks: int, join_co
 
     The most expensive row of each pass decides the time, so families are cut as finely as makes the ranks faster: the
     plans are families whole, cut finer and finer, and sharing nothing. If plans are equally fast, the coarsest one is
-    taken. Whole families may leave ranks without work, but every cut repeats a prefix. All ranks compute the same plan.
+    taken. Whole families may leave ranks without work, but every cut repeats a prefix. Every rank
+    computes the plan alone and gets the same result.
     """
     alone = [_singles(Family((member,), 0), join_cost)[0] for family in families for member in family.members]
     if not any(family.prefix for family in families):
@@ -342,7 +346,10 @@ class _Load:
         self.cost = 0.0
 
     def cost_with(self, part: _Part, budget: int) -> float:
-        """Return the cost of the row with this part, or infinity if it does not fit. Siblings may share a prefix."""
+        """Return the cost of the row with this part, or infinity if it does not fit.
+
+        A part costs less if members of its family are in the row already.
+        """
         tokens, cost = part.tokens, part.cost
         here = self.parts.get(part.siblings)
         if here is not None:
@@ -387,7 +394,10 @@ def _blocks(singles: Sequence[_Part], budget: int) -> list[list[_Part]]:
 
 
 def _parts(blocks: Sequence[Sequence[_Part]], most: float) -> list[_Part]:
-    """Return a part per block, several if its own tokens cost more than `most`, each member if nothing is shared."""
+    """Return one part per block, or several if a block costs more than `most` without its prefix.
+
+    If a part does not share its prefix, its members become parts of their own.
+    """
     parts: list[_Part] = []
     for block in blocks:
         cost = sum(single.own_cost for single in block)
@@ -417,7 +427,10 @@ def _even(parts: Sequence[_Part], budget: int, ranks: int) -> list[_Load]:
 
 
 def _fill(parts: Sequence[_Part], budget: int, count: int) -> list[_Load] | None:
-    """Put every part into the cheapest row, or beside its family if that costs less. None if one fits nowhere."""
+    """Put every part into the cheapest row that has room. Return None if a part fits nowhere.
+
+    If the cheapest row with members of the same family would then cost less, the part goes into that row instead.
+    """
     rows = [_Load() for _ in range(count)]
     by_cost = [(0.0, i) for i in range(count)]
     homes: dict[_Siblings, set[int]] = {}

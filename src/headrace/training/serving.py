@@ -3,9 +3,11 @@
 The main thread trains. A second thread passes messages, so that an acknowledgement can free a segment while a step
 runs. Publishing stops the main thread only for a snapshot: the snapshot is digested and announced in the background.
 
-Every rank of a trainer is such a process. All are sent the same messages in the same order; the first answers.
+Every rank of a trainer is such a process. All ranks are sent the same messages in the same order, except
+`Resend`; the first rank answers.
 
-The module also builds what a configuration describes: the trainer at its first weights, and its publisher.
+The module also builds what a configuration describes: the trainer at its first weights, and its publisher. Runs and
+replays both use it.
 """
 
 import queue
@@ -81,7 +83,7 @@ def build_trainer(
         weights=config.model.weights,
         dtype="float32",
         seed=config.run.seed,
-        # A GPU may not have room for the whole model: ranks shard it, and 4 bits are packed, on the host.
+        # A GPU may not have room for the whole model, so several ranks shard it, and 4 bits are packed, on the host.
         device="cpu" if config.training.offload or config.training.ranks > 1 or in_four_bits else device,
     )
     adapter, base_digest = None, 0
@@ -207,7 +209,7 @@ class TrainerRole:
         """Handle requests in order until `Stop` arrives."""
         threading.Thread(target=self._pass_messages, name="messages", daemon=True).start()
         if self.first:
-            # Remove the segments of a previous process. Engines have had until now to fetch them.
+            # Remove the segments of a previous process. Engines that needed them have had until now to fetch them.
             sweep()
         self.link.ready(
             policy_steps=self.trainer.policy_steps,

@@ -260,7 +260,8 @@ class Trainer:
 class Gradients:
     """The results of `accumulate` beside the gradients on the parameters.
 
-    The first read of a figure waits for the device and for the other ranks, so every rank must read.
+    The first read of `figures`, `loss` or `metrics` waits for the device and for the other ranks, so every
+    rank must read.
     """
 
     sums: dict[str, torch.Tensor]
@@ -307,7 +308,7 @@ def accumulate(
     chunk_elements: int | None = None,
     spans: SpanRecorder | None = None,
 ) -> Gradients:
-    """Add the batch's gradients to the model's parameters.
+    """Add the batch's gradients to the model's parameters. The figures of the result are equal on all ranks.
 
     `policies` are the frozen policies that the loss needs, by their names in `TokenInputs`. They score all rows before
     the first gradient is computed. `half` holds the master weights, where the passes use a narrower copy: the masters

@@ -35,7 +35,7 @@ class Publisher:
 class Loop:
     """Loads versions; the first is staged for longer.
 
-    `asked` is when each was asked for, and `staging` how long staging took: a busy machine may take longer than it should.
+    `asked` is when each was asked for, and `staging` how long staging took: a busy machine may take longer.
     """
 
     def __init__(self, first_seconds: float, versions: int = 5, *, accepted: bool = True) -> None:

@@ -365,7 +365,8 @@ def pack_linears(model: nn.Module) -> int | None:
 def small_products() -> Iterator[None]:
     """Compute small, unpacked products inside this context by BLAS without oneDNN, if torch has one thread.
 
-    With more threads, BLAS threads would wait for each other whenever they share cores. Only for float32.
+    With more threads, BLAS threads would wait for each other whenever they share cores. Only for float32: oneDNN
+    is the fast way for every other dtype.
     """
     global _inside, _before
     # The setting belongs to the whole process: the first thread to enter changes it, and the last to leave restores it.
