@@ -6,6 +6,7 @@ A new run never touches a directory that exists, and `config.toml` is always rep
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -44,7 +45,8 @@ class RunDir:
             )
         try:
             run_dir.path.mkdir(parents=True)
-            write_whole(run_dir.config, dump_config(config).encode())
+            write_whole(run_dir.config, dump_config(config).encode(), durable=True)
+            sync_directory(run_dir.path.parent)
         except OSError as error:
             shutil.rmtree(run_dir.path, ignore_errors=True)
             raise UserError(f"[run] directory: {run_dir.path} cannot be made: {error.strerror}") from error
@@ -57,7 +59,7 @@ class RunDir:
         The run keeps it only if `keep_config` is called.
         """
         try:
-            write_whole(self.next_config, dump_config(config).encode())
+            write_whole(self.next_config, dump_config(config).encode(), durable=True)
             yield
         finally:
             self.next_config.unlink(missing_ok=True)
@@ -66,6 +68,7 @@ class RunDir:
         """Make the trial configuration, if there is one, that of the run, once every process has started with it."""
         with suppress(FileNotFoundError):
             self.next_config.replace(self.config)
+            sync_directory(self.path)
 
     def config_to_start_with(self) -> Config:
         """Return the configuration that a worker has to start with."""
@@ -95,8 +98,26 @@ class RunDir:
         return run_dir, load_config(run_dir.config)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write beside the old file and rename over it, so a process that dies meanwhile leaves the old file intact."""
+def write_whole(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Write beside the old file and rename over it, so a process that dies meanwhile leaves the old file intact.
+
+    With `durable`, a power failure leaves the old file or the new one too, and after the call the new one.
+    """
     part = path.with_suffix(f"{path.suffix}.part")
-    part.write_bytes(data)
+    with part.open("wb") as file:
+        file.write(data)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     part.replace(path)
+    if durable:
+        sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the names in a directory are on the disk: a new or renamed file is found after a power failure."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -21,7 +21,7 @@ import numpy as np
 
 from headrace.bench.options import JournalBench, Say, Timed
 from headrace.bench.workload import tiny_config, write_model
-from headrace.buffer.journal import Event, Journal, open_readonly
+from headrace.buffer.journal import Event, Journal, Queued, open_readonly
 from headrace.config import Config, make_config
 from headrace.observe.progress import NoProgress
 from headrace.observe.records import DeliveryRecord, StepRecord
@@ -82,38 +82,39 @@ class BlockJournal(Journal):
     """A journal that is off in some blocks, and records when each step ended."""
 
     def __init__(self, path: Path, blocks: Sequence[Block], *, keep_rollouts: bool = True) -> None:
-        self._held: list[Event] | None = None
+        self._held: list[Queued] | None = None
         self._blocks = blocks
         self._ended: dict[int, tuple[float, int]] = {}
         super().__init__(path, keep_rollouts=keep_rollouts)
 
-    def put(self, event: Event, done: Future[Any] | None = None) -> None:
-        """Queue an event, or keep it in memory if the journal is off and nobody waits for the event's result."""
-        if self._held is None or done is not None:
-            super().put(event, done)
+    def put(self, event: Event, done: Future[Any] | None = None, *, durable: bool = False) -> None:
+        """Queue an event, or keep it in memory if the journal is off and no code waits for the event's result."""
+        if self._held is None or (done is not None and not durable):
+            super().put(event, done, durable=durable)
         else:
-            self._held.append(event)
+            self._held.append((event, done, durable))
 
     def let_go(self) -> None:
         """Write the kept events, and keep no new ones. Call this in the thread that calls `put`."""
         held, self._held = self._held or [], None
-        for event in held:
-            super().put(event)
+        for event, done, durable in held:
+            super().put(event, done, durable=durable)
 
     def close(self) -> None:
         """Write all events, and close the journal."""
         self.let_go()
         super().close()
 
-    def step(self, step: StepRecord, *facts: Any, **named: Any) -> None:
+    def step(self, step: StepRecord, *facts: Any, **named: Any) -> Future[None]:
         """Record an optimizer step. If a block begins or ends with this step, switch the journal."""
-        super().step(step, *facts, **named)
+        done = super().step(step, *facts, **named)
         self._ended[step.step] = (time.monotonic(), step.trained_tokens)
         for block in self._blocks:
             if step.step == block.first and not block.on and self._held is None:
                 self._held = []
             if step.step == block.last:
                 self.let_go()
+        return done
 
     def rates(self) -> dict[str, list[float]]:
         """Return the consumed tokens per second of each block, in order, by `off` and `on`."""

@@ -4,7 +4,8 @@
 
 Events are written in the order of the calls, and only the writer thread touches the store. If the thread cannot write,
 the next call raises an error. An accepted event is either written or reported, never lost silently. If the process is
-killed, at most the last fraction of a second is lost, and the ledgers still balance. `reader` reads what is committed.
+killed, at most the last fraction of a second is lost, and the ledgers still balance. A power failure loses at most what
+followed the last optimizer step that `step` has confirmed. `reader` reads what is committed.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ RECOVER_SECONDS = 300.0
 T = TypeVar("T")
 Event = Callable[[Store], object]
 """A function that the writer thread calls inside the next transaction."""
+Queued = tuple[Event, Future[Any] | None, bool]
+"""An event, the future that gets its result, and whether the transaction must be durable."""
 
 
 class Journal:
@@ -49,7 +52,7 @@ class Journal:
         self._clock = clock
         self._store = Store(path, keep_rollouts=keep_rollouts)
         self._name = f"the journal {path}"
-        self._queue: queue.Queue[tuple[Event, Future[Any] | None]] = queue.Queue(QUEUE_EVENTS)
+        self._queue: queue.Queue[Queued] = queue.Queue(QUEUE_EVENTS)
         self._failure: str | None = None
         self._reported = False
         self._closed = False
@@ -137,12 +140,18 @@ class Journal:
         lag_histogram: Mapping[int, int],
         metrics: Mapping[str, float] = {},
         policy: str = POLICY,
-    ) -> None:
-        """Record that an optimizer step is done now."""
+    ) -> Future[None]:
+        """Record that an optimizer step is done now.
+
+        When the result is done, the step and everything before it are on the disk. Do not report the step before.
+        """
         lags = _json({str(lag): count for lag, count in sorted(lag_histogram.items())})
-        row = {**msgspec.structs.asdict(step), "ended": self._clock()}
+        row: dict[str, Any] = {**msgspec.structs.asdict(step), "ended": self._clock()}
         # The row may replace another: an interrupted warm start begins again at its first step.
-        self._insert("steps", replace=True, **row, lag_histogram=lags, metrics=_json(metrics), policy=policy)
+        row |= {"lag_histogram": lags, "metrics": _json(metrics), "policy": policy}
+        done: Future[None] = Future()
+        self.put(lambda store: store.insert("steps", row, replace=True), done, durable=True)
+        return done
 
     def evaluation(self, evaluation: EvaluationRecord, policy: str = POLICY) -> None:
         """Record that held-out prompts were answered and judged."""
@@ -202,7 +211,7 @@ class Journal:
 
     # ---- the queue
 
-    def put(self, event: Event, done: Future[Any] | None = None) -> None:
+    def put(self, event: Event, done: Future[Any] | None = None, *, durable: bool = False) -> None:
         """Queue an event. `done` gets its result at the commit. Raises if the writer is closed, dead or far behind."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         with self._gate:
@@ -211,7 +220,7 @@ class Journal:
             while True:
                 self._raise_failure()
                 try:
-                    return self._queue.put((event, done), timeout=0.05)
+                    return self._queue.put((event, done, durable), timeout=0.05)
                 except queue.Full:
                     if time.monotonic() > deadline:
                         raise HeadraceError(f"{self._name} is {QUEUE_EVENTS} events behind and takes no more") from None
@@ -255,9 +264,9 @@ class Journal:
                 failure = failure or f"{self._name} cannot be closed: {error}"
             self._failure = failure
 
-    def _collect(self) -> list[tuple[Event, Future[Any] | None]]:
+    def _collect(self) -> list[Queued]:
         """Collect the events of `COMMIT_SECONDS`, or up to the first one whose result somebody waits for."""
-        events: list[tuple[Event, Future[Any] | None]] = []
+        events: list[Queued] = []
         deadline = time.monotonic() + COMMIT_SECONDS
         while (left := deadline - time.monotonic()) > 0 and len(events) < QUEUE_EVENTS:
             try:
@@ -268,10 +277,10 @@ class Journal:
                 break
         return events
 
-    def _commit(self, events: list[tuple[Event, Future[Any] | None]]) -> None:
-        with self._store.transaction():
-            results = [event(self._store) for event, _ in events]
-        for result, (_, done) in zip(results, events, strict=True):
+    def _commit(self, events: list[Queued]) -> None:
+        with self._store.transaction(durable=any(durable for *_, durable in events)):
+            results = [event(self._store) for event, *_ in events]
+        for result, (_, done, _) in zip(results, events, strict=True):
             if done is not None:
                 done.set_result(result)
 

@@ -1,13 +1,16 @@
 """Segments hold rollouts on disk: append-only files of checksummed records. Flushed bytes never change again.
 
+Every process writes files of its own, so the end of an older file, which a crash may have torn, stays as it is. A file
+that was found damaged is renamed `damaged-NNNNNN.seg`. Its intact records are still read under the old name.
+
     segments/000001.seg:  record record record ...
     record:   u32 payload bytes | u32 crc32 of the payload | payload
     payload:  u32 frames | u32 bytes of each frame | frames of `channel.codec.encode(rollout)`
 
-All numbers are little-endian. A crash can leave half a record at the end of the last file; opening the segments cuts
-this half off.
+All numbers are little-endian.
 """
 
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -15,8 +18,11 @@ from typing import BinaryIO, NamedTuple
 
 from headrace.channel.codec import decode, encode
 from headrace.errors import HeadraceError
+from headrace.run_dir import sync_directory
 from headrace.types import Rollout
 
+DAMAGED = "damaged-"
+"""The beginning of the name of a file that was found damaged and set aside."""
 ROLL_BYTES = 64 * 2**20
 _HEADER = struct.Struct("<II")
 
@@ -36,42 +42,59 @@ class Segments:
         self.directory = directory
         self._roll_bytes = roll_bytes
         directory.mkdir(parents=True, exist_ok=True)
-        self._number = max((int(path.stem) for path in directory.glob("[0-9]" * 6 + ".seg")), default=1)
-        if self._path().exists() and not _cut_torn_tail(self._path()):
-            self._number += 1  # damaged inside, not at the end: keep the file and write to a new one
-        self._open()
+        names = (path.stem.removeprefix(DAMAGED) for path in directory.glob("*.seg"))
+        self._number = max((int(name) for name in names if name.isdecimal()), default=0)
+        self._file: BinaryIO | None = None
+        """The file that is being written; None until the first record of this process."""
+        self._offset = 0
+        self._unsynced = False
 
     def append(self, rollout: Rollout) -> RecordLocation:
-        """Write a rollout. After the next `flush` it survives a crash of this process."""
+        """Write a rollout. It survives a crash of this process after `flush`, and a power failure after `sync`."""
         record = _record(rollout)
-        if self._offset and self._offset + len(record) > self._roll_bytes:
-            self._file.close()
+        if self._file is None or (self._offset and self._offset + len(record) > self._roll_bytes):
+            self.close()
             self._number += 1
-            self._open()
+            self._file, self._offset = self._path().open("xb"), 0
+            sync_directory(self.directory)
         self._file.write(record)
+        self._unsynced = True
         location = RecordLocation(self._path().name, self._offset, len(record))
         self._offset += len(record)
         return location
 
     def flush(self) -> None:
         """Hand all written bytes to the operating system."""
-        self._file.flush()
+        if self._file is not None:
+            self._file.flush()
+
+    def sync(self) -> None:
+        """Wait until all written bytes are on the disk."""
+        self.flush()
+        if self._file is not None and self._unsynced:
+            os.fsync(self._file.fileno())
+            self._unsynced = False
 
     def close(self) -> None:
-        """Flush and close the file. Idempotent."""
-        self._file.close()
+        """Sync and close the file. Idempotent."""
+        self.sync()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _path(self) -> Path:
         return self.directory / f"{self._number:06d}.seg"
 
-    def _open(self) -> None:
-        self._file: BinaryIO = self._path().open("ab")
-        self._offset = self._file.tell()
+
+def segment_path(directory: Path, segment: str) -> Path:
+    """Return where a segment is: under its own name, or under the name of a damaged one that was set aside."""
+    own, aside = directory / segment, directory / f"{DAMAGED}{segment}"
+    return aside if aside.exists() and not own.exists() else own
 
 
 def read(directory: Path, segment: str, offset: int, length: int) -> Rollout:
     """Read the rollout at this location. Raises `HeadraceError` if its bytes are gone or damaged."""
-    path = directory / segment
+    path = segment_path(directory, segment)
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -104,21 +127,3 @@ def _sound(record: bytes) -> bool:
         return False
     payload = memoryview(record)[_HEADER.size :]
     return _HEADER.unpack_from(record) == (len(payload), zlib.crc32(payload))
-
-
-def _cut_torn_tail(path: Path) -> bool:
-    """Cut an unfinished record off the end. Return False if a record is damaged although more bytes follow it."""
-    size, offset = path.stat().st_size, 0
-    with path.open("r+b") as file:
-        while offset < size:
-            file.seek(offset)
-            header = file.read(_HEADER.size)
-            length = _HEADER.unpack(header)[0] if len(header) == _HEADER.size else size
-            end = offset + _HEADER.size + length
-            if end > size or not _sound(header + file.read(length)):
-                if end < size and length:
-                    return False
-                file.truncate(offset)
-                break
-            offset = end
-    return True

@@ -4,8 +4,9 @@ Only one live run at a time writes the files. A `journal.db` of another schema, 
 line. A file of the previous schema is migrated when it is opened for writing. A reader sees such a file as if it were
 migrated, and does not change it.
 
-A row that points into a segment is never committed before the bytes of the segment. Groups and rollouts end once: an
-item that ends must have been in flight, otherwise an error is raised.
+A row that points into a segment is never committed before the bytes of the segment. A durable transaction, such as that
+of an optimizer step, is on the disk with everything before it when it ends, so a power failure does not lose it. Groups
+and rollouts end once: an item that ends must have been in flight, otherwise an error is raised.
 """
 
 import fcntl
@@ -76,8 +77,6 @@ def check_resumable(path: Path) -> None:
 def prepare_for_writing(db: sqlite3.Connection) -> None:
     """Create the tables of a new file, or migrate a file of the old schema."""
     db.execute("PRAGMA journal_mode = WAL")
-    # In WAL mode, NORMAL survives every crash of the process. A power failure may lose the last commits only.
-    db.execute("PRAGMA synchronous = NORMAL")
     if not _tables(db):
         db.executescript(f"BEGIN; {_ddl()}; INSERT INTO meta (key, value) VALUES ('schema', '{SCHEMA}'); COMMIT;")
     elif _schema(db) == OLD_SCHEMA:
@@ -172,12 +171,17 @@ class Store:
         return read(self.segments.directory, segment, offset, length)
 
     @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Write all changes of this context, or none: after an error the store can only be closed."""
+    def transaction(self, *, durable: bool = False) -> Iterator[None]:
+        """Write all changes of this context, or none: after an error the store can only be closed.
+
+        In WAL mode, NORMAL survives every crash of the process, but a power failure may lose the last commits. FULL
+        waits for the disk, and a durable transaction also waits for its segments, before it is committed.
+        """
+        self.db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
         self.db.execute("BEGIN IMMEDIATE")
         yield
         if self.segments is not None:
-            self.segments.flush()
+            self.segments.sync() if durable else self.segments.flush()
         self.db.execute("COMMIT")
 
     def write(self, sql: str, *row: Any) -> int:
@@ -248,9 +252,8 @@ class Store:
 
     def close(self) -> None:
         """Close the files, and release the lock last."""
-        try:
-            self.db.close()
+        with ExitStack() as closing:
+            closing.callback(self._lock.close)
+            closing.callback(self.db.close)
             if self.segments is not None:
                 self.segments.close()
-        finally:
-            self._lock.close()

@@ -331,7 +331,7 @@ class Controller:
         if not self.versions.waiting:
             return False
         if await self.deliveries.deliver(self.versions.next()):
-            self.recorder.shown.version = self.parts.versions_done + self.window.count(self.versions.proved)
+            self.recorder.version_served(self.parts.versions_done + self.window.count(self.versions.proved))
             self.waits.moved()
         return True
 

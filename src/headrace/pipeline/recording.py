@@ -1,12 +1,14 @@
 """The recorder writes and shows everything that happens in a run, with one method per event.
 
-The ledgers are checked while they are written: a group or rollout that would end twice, or never, raises an error here.
+An optimizer step is shown, and written to the metrics, only once its record in the journal is on the disk. The ledgers
+are checked while they are written: a group or rollout that would end twice, or never, raises an error here.
 """
 
 import math
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -74,6 +76,8 @@ class Recorder:
         self._peak_memory: dict[str, int] = {}
         """The most bytes of GPU memory that each process has held, by process."""
         self._lags: Counter[int] = Counter()
+        self._unreported: deque[tuple[Future[None], Callable[[], None]]] = deque()
+        """The steps whose records may not be on the disk yet, oldest first, with what reports them."""
         self.shown = RunSnapshot(versions_total=versions_total, lag_bound=window.lag_bound, capacity=window.capacity)
         """The state of the run that `show` hands to the display."""
         self.ledgers = Ledgers(before.groups, before.rollouts)
@@ -132,14 +136,25 @@ class Recorder:
         version: int | None = None,
     ) -> None:
         """Record how a group attempt ended. `version` is the version that it trained, or was too late for."""
+        self._metrics.write("group", **self._end_group(group, state, reason, step, version))
+        if state == "failed":
+            self.note(f"group {group.id} failed: {reason}")
+
+    def _end_group(
+        self,
+        group: Group,
+        state: Literal["trained", "dropped", "failed"],
+        reason: str,
+        step: int | None,
+        version: int | None,
+    ) -> dict[str, Any]:
+        """Journal the end of a group attempt. Return its record for the metrics."""
         version = self._window.trained_version if version is None else version
         _, admitted = self._running.pop(group.id)
         self.ledgers.group_ended(group.id, state, reason)
         self.journal.group_ended(group.id, state, reason, step)
         described = describe_end(group, reason or state, version, self._window.republished)
-        self._metrics.write("group", **described, seconds=self.now() - admitted)
-        if state == "failed":
-            self.note(f"group {group.id} failed: {reason}")
+        return {**described, "seconds": self.now() - admitted}
 
     def abandon(self, reason: str) -> None:
         """End all groups that are still under way: the run ends before they do."""
@@ -149,14 +164,15 @@ class Recorder:
     # ---- steps
 
     def step_ended(self, batch: Batch, groups: Sequence[Group], report: StepReport) -> None:
-        """Record that the trainer has made an optimizer step."""
+        """Record that the trainer has made an optimizer step. The step is reported when its record is on the disk."""
         lags = Counter(batch.lags().tolist()) if batch.objective == "policy" else Counter()
         lag_mean, lag_max = lag_mean_and_max(lags)
         rewards = [rollout.reward for group in groups for rollout in group.usable if rollout.reward is not None]
         reward = float(np.mean(rewards)) if rewards else None
+        ends = []
         for group in groups:
             self._scheduled("consume", group_id=group.id, step=batch.step, version=batch.version)
-            self.group_ended(group, "trained", step=batch.step, version=batch.version)
+            ends.append(self._end_group(group, "trained", "", batch.step, batch.version))
             self._drift.trained.extend(rollout.sampled_tokens for rollout in group.usable)
         figures: dict[str, Any] = {
             "step": batch.step,
@@ -175,25 +191,36 @@ class Recorder:
             tokens=len(batch.token_ids),
             reward_mean=reward,
         )
-        self.journal.step(step, lags, report.metrics, batch.policy)
-        self._metrics.write(
-            "step",
-            **figures,
-            reward=reward,
-            lag_mean=lag_mean,
-            lag_max=lag_max,
-            skipped=report.skipped,
-            skipped_steps=report.skipped_steps,
-            length_drift=self._drift.distance(),
-            filtered=self._window.filtered_rate,
+        figures |= {
+            "reward": reward,
+            "lag_mean": lag_mean,
+            "lag_max": lag_max,
+            "skipped": report.skipped,
+            "skipped_steps": report.skipped_steps,
+            "length_drift": self._drift.distance(),
+            "filtered": self._window.filtered_rate,
             **report.metrics,
-        )
-        if warning := self._drift.warning():
-            self.note(warning)
+        }
+        notes = [warning] if (warning := self._drift.warning()) else []
         if report.skipped:
             why = "its batch has no token to train" if math.isfinite(report.grad_norm) else "its gradient is not finite"
-            self.note(f"step {batch.step} was skipped: {why}")
-        self._show_step(batch, lags, reward)
+            notes.append(f"step {batch.step} was skipped: {why}")
+
+        def tell() -> None:
+            for end in ends:
+                self._metrics.write("group", **end)
+            self._metrics.write("step", **figures)
+            for line in notes:
+                self.note(line)
+            self._show_step(batch, lags, reward)
+
+        self._unreported.append((self.journal.step(step, lags, report.metrics, batch.policy), tell))
+        self._report_steps()
+
+    def _report_steps(self) -> None:
+        """Report the steps whose records are on the disk."""
+        while self._unreported and self._unreported[0][0].done():
+            self._unreported.popleft()[1]()
 
     def _show_step(self, batch: Batch, lags: Counter[int], reward: float | None) -> None:
         """Show a step. Supervised steps are numbered up to 0, and change only the step and the message."""
@@ -224,6 +251,17 @@ class Recorder:
             )
         )
         self._metrics.write("version", version=manifest.version, step=manifest.step, snapshot_seconds=snapshot_seconds)
+
+    def version_served(self, count: int) -> None:
+        """Show that this many versions are served, after the steps behind them."""
+
+        def tell() -> None:
+            self.shown.version = count
+
+        if self._unreported:
+            self._unreported.append((self._unreported[-1][0], tell))
+        else:
+            tell()
 
     def delivered(self, proof: Proof) -> None:
         """Record an engine's answer to a delivery."""
@@ -290,7 +328,8 @@ class Recorder:
             self.journal.scheduled(event, **facts, policy=self._window.policy)
 
     def show(self) -> None:
-        """Refresh the display."""
+        """Report the steps whose records are on the disk, and refresh the display."""
+        self._report_steps()
         self.shown.in_flight, self.shown.ready = self._window.in_flight, self._window.ready
         self._progress.update(self.shown)
 
@@ -300,12 +339,15 @@ class Recorder:
 
     def close(self, outcome: str) -> None:
         """Write everything to disk and check the ledgers."""
-        self._progress.stop()
         if self._peak_memory:
             self.journal.meta("peak_memory_bytes", self._peak_memory)
         self.journal.meta("outcome", outcome)
         self.journal.meta("ended", self.now())
-        self.journal.close()
+        try:
+            self.journal.close()
+        finally:
+            self._report_steps()
+            self._progress.stop()
         self._metrics.close()
         if self._timeline is not None:
             self._timeline.close()

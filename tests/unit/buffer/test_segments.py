@@ -62,31 +62,28 @@ def test_files_are_rolled_and_reopened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 4, 7, 8, 9, 60])
-def test_a_torn_tail_is_cut_off(tmp_path: Path, cut: int) -> None:
+def test_a_torn_tail_stays_and_a_new_file_begins(tmp_path: Path, cut: int) -> None:
     segments = Segments(tmp_path)
     kept, torn = segments.append(rollout(0)), segments.append(rollout(1))
     segments.close()
     path = tmp_path / torn.segment
     path.write_bytes(path.read_bytes()[: torn.offset + cut])
     again = Segments(tmp_path)
-    assert path.stat().st_size == torn.offset
     place = again.append(rollout(2))
     again.close()
-    assert place.offset == torn.offset
+    assert path.stat().st_size == torn.offset + cut and place.segment == "000002.seg"
     assert same(read(tmp_path, *kept), rollout(0)) and same(read(tmp_path, *place), rollout(2))
 
 
-def test_a_tail_with_wrong_bytes_is_cut_off(tmp_path: Path) -> None:
+def test_a_file_that_was_set_aside_is_still_read_and_its_number_is_not_used_again(tmp_path: Path) -> None:
     segments = Segments(tmp_path)
-    segments.append(rollout(0))
-    last = segments.append(rollout(1))
+    kept = segments.append(rollout(0))
     segments.close()
-    path = tmp_path / last.segment
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    Segments(tmp_path).close()
-    assert path.stat().st_size == last.offset
+    (tmp_path / kept.segment).rename(tmp_path / f"damaged-{kept.segment}")
+    again = Segments(tmp_path)
+    assert again.append(rollout(1)).segment == "000002.seg"
+    again.close()
+    assert same(read(tmp_path, *kept), rollout(0))
 
 
 def test_damage_inside_a_file_destroys_nothing_else(tmp_path: Path) -> None:

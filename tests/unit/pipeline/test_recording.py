@@ -52,6 +52,8 @@ def step(recorder: Recorder, number: int, answer: int, grad_norm: float, skipped
         skipped=skipped, skipped_steps=skipped_steps,
     )  # fmt: skip
     recorder.step_ended(batch, [], report)
+    recorder.journal.flush()
+    recorder.show()
 
 
 def test_a_skipped_step_is_said_with_its_reason_and_counted(tmp_path: Path, recorder: Recorder, notes: Notes) -> None:
