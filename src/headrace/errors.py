@@ -17,6 +17,19 @@
 A failed rollout is not an exception: it is a `Rollout` with `ending = "failed"` and a reason.
 """
 
+LINE_LENGTH = 500
+
+
+def one_line(text: str, limit: int = LINE_LENGTH) -> str:
+    """Return foreign text as one line that is safe to log and to show, of at most `limit` characters.
+
+    Control characters and escape sequences become visible, and a longer text is cut with "…".
+    """
+    # Cut first: the text may be huge, and each of its characters can become at most ten.
+    text = " ".join(text[: limit + 1].split()) + ("…" if len(text) > limit + 1 else "")
+    shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+    return shown if len(shown) <= limit else f"{shown[: limit - 1]}…"
+
 
 class HeadraceError(Exception):
     """The root of all exceptions that Headrace raises on purpose."""

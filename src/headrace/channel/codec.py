@@ -1,11 +1,12 @@
 """This module encodes a message as frames: a header, one msgpack body, then each array as a frame of its own.
 
 Arrays are not copied. A message is a subclass of `Message`. Its class name is its tag on the wire, and only declared
-classes can be decoded. Nothing is ever pickled.
+classes can be decoded. Nothing is ever pickled. A message that cannot be encoded or decoded raises `ChannelError`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
 Frame = bytes | memoryview
 Kind = Literal["event", "request", "reply", "error"]
 T = TypeVar("T", bound=msgspec.Struct)
+
+PROTOCOL = 1
+"""The number of the present set of messages. A change after which older processes would misread a message raises it."""
+MESSAGE_BYTES = 1 << 30
+"""The largest message that is sent or accepted, in bytes."""
+_NUMBERS = re.compile(r"[<>|=]?[biufc]\d{1,2}")
 
 
 class Message(msgspec.Struct, kw_only=True):
@@ -49,25 +56,42 @@ class Failure(Message):
 
 
 def pack(kind: Kind, request_id: int, message: Message) -> list[Frame]:
-    """Encode a message with its header as frames."""
-    return [msgspec.msgpack.encode(Header(kind, request_id, type(message).__name__)), *encode(message)]
+    """Encode a message with its header as frames. Raises `ChannelError`."""
+    frames = [msgspec.msgpack.encode(Header(kind, request_id, type(message).__name__)), *encode(message)]
+    if (size := sum(map(len, frames))) > MESSAGE_BYTES:
+        raise ChannelError(
+            f"a {type(message).__name__} message of {size:,} bytes is over the limit of {MESSAGE_BYTES:,}"
+        )
+    return frames
 
 
 def unpack(frames: Sequence[zmq.Frame]) -> tuple[Header, Message]:
     """Decode the header and the message. Arrays are views of the received memory. Raises `ChannelError`."""
-    buffers = [frame.buffer for frame in frames]
+    header = unpack_header(frames)
+    return header, unpack_body(header, frames)
+
+
+def unpack_header(frames: Sequence[zmq.Frame]) -> Header:
+    """Decode the header alone. Raises `ChannelError`."""
     try:
-        header = msgspec.msgpack.decode(bytes(buffers[0]), type=Header)
-    except (msgspec.DecodeError, IndexError) as error:
-        raise ChannelError(f"a frame that is no header was received: {error}") from error
+        return msgspec.msgpack.decode(bytes(frames[0].buffer), type=Header)
+    except (msgspec.DecodeError, ValueError, IndexError) as error:
+        raise ChannelError(f"a message has no header: {error}") from error
+
+
+def unpack_body(header: Header, frames: Sequence[zmq.Frame]) -> Message:
+    """Decode the message that follows this header. Raises `ChannelError`."""
     kind = Message.registry.get(header.tag)
     if kind is None:
-        raise ChannelError(f"a message of unknown class {header.tag!r} was received")
-    return header, decode(kind, buffers[1:])
+        raise ChannelError(f"a message has the unknown class {header.tag!r}")
+    return decode(kind, [frame.buffer for frame in frames[1:]])
 
 
 def encode(message: msgspec.Struct) -> list[Frame]:
-    """Return the frames of a message: its body, then its arrays in the order in which the encoder met them."""
+    """Return the frames of a message: its body, then its arrays in the order in which the encoder met them.
+
+    Raises `ChannelError`, for example if a whole number has more than 64 bits.
+    """
     arrays: list[Frame] = []
 
     def hook(value: Any) -> Any:
@@ -79,7 +103,10 @@ def encode(message: msgspec.Struct) -> list[Frame]:
             return value.item()
         raise ChannelError(f"cannot send a {type(value).__name__}")
 
-    body = msgspec.msgpack.encode(message, enc_hook=hook)
+    try:
+        body = msgspec.msgpack.encode(message, enc_hook=hook)
+    except (OverflowError, TypeError, ValueError, RecursionError) as error:
+        raise ChannelError(f"a {type(message).__name__} cannot be sent: {error}") from error
     return [body, *arrays]
 
 
@@ -88,9 +115,11 @@ def decode(kind: type[T], frames: Sequence[Frame]) -> T:
 
     def hook(expected: type, value: Any) -> Any:
         dtype, shape, index = value
+        if not _NUMBERS.fullmatch(dtype):
+            raise ValueError(f"an array of {dtype!r}")
         return np.frombuffer(frames[1 + index], dtype=np.dtype(dtype)).reshape(shape)
 
     try:
         return msgspec.msgpack.decode(bytes(frames[0]), type=kind, dec_hook=hook)
-    except (msgspec.DecodeError, ValueError, IndexError, TypeError) as error:
+    except (msgspec.DecodeError, ValueError, IndexError, TypeError, OverflowError, RecursionError) as error:
         raise ChannelError(f"a {kind.__name__} message could not be decoded: {error}") from error

@@ -29,6 +29,14 @@ class Heard(Event):
 
 
 @dataclass(frozen=True)
+class Dropped(Event):
+    """A message of a worker, or of a stranger, could not be read and was dropped."""
+
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Died(Event):
     """A worker process is gone."""
 

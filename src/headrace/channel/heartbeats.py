@@ -12,6 +12,9 @@ once, without this timeout."""
 class Hello(Message):
     """The first message of a worker."""
 
+    protocol: int = 0
+    """The worker's `PROTOCOL`. A worker that does not know the field is of an older version."""
+
 
 class Heartbeat(Message):
     """A worker's heartbeat. A separate thread sends it, so that a long step or a compile does not look like death."""

@@ -1,23 +1,38 @@
 """The controller's end of the channel: one ROUTER socket to all workers, on the event loop.
 
 Every request has a deadline and fails at once when its peer dies. Events and heartbeats go to one callback, in the
-order in which each peer sent them.
+order in which each peer sent them. A message that cannot be read is dropped and reported with its sender's name, and
+the hub goes on. An error that ends one of the hub's own tasks is never lost: `failed` raises it.
 """
 
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
 import zmq
 import zmq.asyncio
 
-from headrace.channel.codec import Failure, Kind, Message, pack, unpack
-from headrace.channel.heartbeats import BEAT_SECONDS, SILENCE_SECONDS, Alive
-from headrace.errors import ChannelError, DeadlineError, PeerDied
+from headrace.channel.codec import (
+    MESSAGE_BYTES,
+    PROTOCOL,
+    Failure,
+    Header,
+    Kind,
+    Message,
+    pack,
+    unpack_body,
+    unpack_header,
+)
+from headrace.channel.heartbeats import BEAT_SECONDS, SILENCE_SECONDS, Alive, Hello
+from headrace.errors import ChannelError, DeadlineError, PeerDied, one_line
 
 M = TypeVar("M", bound=Message)
+
+BAD_MESSAGES = 3
+"""A worker of which this many messages were dropped is refused: it no longer works as it should."""
 
 
 class Hub:
@@ -28,11 +43,23 @@ class Hub:
         address: str,
         on_message: Callable[[str, Message], None],
         on_silence: Callable[[PeerDied], None] = lambda death: None,
+        on_dropped: Callable[[str, str, bool], None] = lambda peer, reason, refused: None,
+        *,
+        names: Collection[str] | None = None,
+        limit: int = MESSAGE_BYTES,
     ) -> None:
-        """Bind the socket. `on_silence` is called, perhaps repeatedly, for a peer that is silent or unreachable."""
+        """Bind the socket. `on_silence` is called, perhaps repeatedly, for a peer that is silent or unreachable.
+
+        `on_dropped` is called with a sender's name, the reason why a message of it was dropped, and whether the sender
+        is refused from now on. `names` are the peers that may connect; None stands for all. A message of more than
+        `limit` bytes is dropped.
+        """
         self.address = address
         self._on_message = on_message
         self._on_silence = on_silence
+        self._on_dropped = on_dropped
+        self._names = names
+        self._limit = limit
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 500)
@@ -45,7 +72,10 @@ class Hub:
         self._waiting: dict[int, tuple[str, asyncio.Future[Message]]] = {}
         self._heard: dict[str, float] = {}
         self._dead: dict[str, PeerDied] = {}
+        self.dropped: Counter[str] = Counter()
+        """The number of messages that were dropped since each peer last said hello; "" counts those of strangers."""
         self._tasks: list[asyncio.Task[None]] = []
+        self._failures: asyncio.Queue[BaseException] = asyncio.Queue()
 
     def start(self) -> None:
         """Start to receive messages and to send heartbeats."""
@@ -53,6 +83,21 @@ class Hub:
             asyncio.create_task(self._receive_loop(), name="hub receive"),
             asyncio.create_task(self._beat_loop(), name="hub beat"),
         ]
+        for task in self._tasks:
+            self.watch(task)
+
+    def watch(self, task: asyncio.Task[Any]) -> None:
+        """Own a background task of the controller: if the task ends with an error, `failed` raises the error."""
+
+        def ended(task: asyncio.Task[Any]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self._failures.put_nowait(error)
+
+        task.add_done_callback(ended)
+
+    async def failed(self) -> None:
+        """Wait until a task that this hub owns ends with an error, and raise that error. The caller owns this wait."""
+        raise await self._failures.get()
 
     @property
     def peers(self) -> list[str]:
@@ -124,19 +169,58 @@ class Hub:
     async def _receive_loop(self) -> None:
         while True:
             identity, *frames = await self._socket.recv_multipart(copy=False)
-            peer = bytes(identity.buffer).decode()
-            self._heard[peer] = time.monotonic()
-            header, message = unpack(frames)
-            if header.kind not in ("reply", "error"):
-                self._on_message(peer, message)
+            peer = bytes(identity.buffer).decode(errors="backslashreplace")
+            if self._names is not None and peer not in self._names:
+                self._drop("", f"{one_line(peer)!r} is not a worker of this run")
                 continue
-            _, future = self._waiting.get(header.id, (peer, None))
-            if future is None or future.done():
-                continue  # The caller has given up; its deadline has already been reported.
-            if isinstance(message, Failure):
-                future.set_exception(ChannelError(f"{peer}: {message.text}"))
-            else:
-                future.set_result(message)
+            try:
+                message = self._read(peer, frames)
+            except ChannelError as error:
+                self._drop(peer, str(error))
+                continue
+            if message is not None:
+                self._on_message(peer, message)
+
+    def _read(self, peer: str, frames: Sequence[zmq.Frame]) -> Message | None:
+        """Return the message, or None if it answered a request. Raises `ChannelError` if it cannot be read."""
+        if (size := sum(map(len, frames))) > self._limit:
+            raise ChannelError(f"a message of {size:,} bytes is over the limit of {self._limit:,}")
+        header = unpack_header(frames)
+        if peer not in self._heard and header.tag != Hello.__name__:
+            raise ChannelError(f"a {header.tag} came before {Hello.__name__}")
+        try:
+            message = unpack_body(header, frames)
+        except ChannelError as error:
+            self._answer(peer, header, Failure(text=str(error)))
+            raise
+        if isinstance(message, Hello):
+            self.dropped.pop(peer, None)
+            if message.protocol != PROTOCOL:
+                self.dropped[peer] = BAD_MESSAGES - 1  # It would misread all that follows.
+                raise ChannelError(
+                    f"it speaks protocol {message.protocol} and this controller speaks {PROTOCOL}; "
+                    "both need the same version of Headrace"
+                )
+        self._heard[peer] = time.monotonic()
+        if header.kind not in ("reply", "error"):
+            return message
+        self._answer(peer, header, message)
+        return None
+
+    def _answer(self, peer: str, header: Header, message: Message) -> None:
+        """Hand an answer to the request that waits for it, if one does."""
+        asked, future = self._waiting.get(header.id, (peer, None))
+        if future is None or asked != peer or future.done():
+            return  # The caller has given up; its deadline has already been reported.
+        if isinstance(message, Failure):
+            future.set_exception(ChannelError(f"{peer}: {message.text}"))
+        else:
+            future.set_result(message)
+
+    def _drop(self, peer: str, reason: str) -> None:
+        self.dropped[peer] += 1
+        if self.dropped[peer] <= BAD_MESSAGES:
+            self._on_dropped(peer or "a stranger", one_line(reason), bool(peer) and self.dropped[peer] == BAD_MESSAGES)
 
     async def _beat_loop(self) -> None:
         while True:

@@ -1,27 +1,51 @@
 """A worker's end of the channel: one DEALER socket in a thread of its own, with queues to the threads that compute.
 
 The thread of the channel sends heartbeats, also while the computing threads are busy. If the controller is silent for
-too long, it ends the process: nothing that the process computes can reach anyone.
+too long, it ends the process: nothing that the process computes can reach anyone. A thread that a worker cannot do
+without is a `vital_thread`: an error in it ends the process with that reason, so that supervision sees the death.
 """
 
 import contextlib
 import os
 import queue
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
 
-from headrace.channel.codec import Failure, Frame, Message, pack, unpack
+from headrace.channel.codec import PROTOCOL, Failure, Frame, Message, pack, unpack
 from headrace.channel.heartbeats import BEAT_SECONDS, SILENCE_SECONDS, Alive, Heartbeat, Hello, Ready
+from headrace.errors import one_line
 from headrace.observe.spans import SpanRecorder
 
 CLOSE_SECONDS = 5.0
 EXIT_ORPHAN = 3
+EXIT_LOST = 4
+"""Something that the worker depends on is gone. It is nobody's mistake, and a restart may help. The last line of the
+worker's log says what is gone."""
+
+
+def vital_thread(target: Callable[..., None], *args: Any, name: str) -> threading.Thread:
+    """Make a thread that its process cannot do without. If `target` raises an error, the whole process ends."""
+
+    def run() -> None:
+        try:
+            target(*args)
+        finally:
+            if (error := sys.exc_info()[1]) is not None:
+                traceback.print_exc()
+                sys.stderr.write(f"the thread {name!r} ended: {type(error).__name__}: {one_line(str(error))}\n")
+                sys.stderr.flush()
+                os._exit(EXIT_LOST)
+
+    return threading.Thread(target=run, name=name, daemon=True)
 
 
 class Incoming(msgspec.Struct, frozen=True):
@@ -57,14 +81,14 @@ class WorkerLink:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="channel", daemon=True)
+        self._thread = vital_thread(self._run, name="channel")
 
     def start(self) -> None:
         """Queue the first message, `Hello`, and start the thread, which connects and sends heartbeats.
 
         This returns at once, before the connection exists.
         """
-        self.send(Hello())
+        self.send(Hello(protocol=PROTOCOL))
         self._thread.start()
 
     def ready(self, **facts: int | float | str) -> None:

@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headrace.channel.codec import Message
-from headrace.channel.events import Died, Events, Heard, Returned
+from headrace.channel.events import Died, Dropped, Events, Heard, Returned
 from headrace.channel.heartbeats import Heartbeat, Hello, Ready, Stop
 from headrace.channel.hub import Hub
-from headrace.cluster.base import EXIT_LOST, EXIT_USER_ERROR, Processes
+from headrace.channel.worker_link import EXIT_LOST
+from headrace.cluster.base import EXIT_USER_ERROR, Processes
 from headrace.cluster.launchers.base import Exit, Launcher, WorkerSpec
 from headrace.cluster.socket_dir import SocketDir, sweep_socket_dirs
 from headrace.errors import ChannelError, DeadlineError, PeerDied, UserError
@@ -50,7 +51,11 @@ class Fleet(Processes):
         self._restarts = dict(restarts or {})
         sweep_socket_dirs()
         self._sockets = SocketDir()
-        self.hub = Hub(f"ipc://{self._sockets.path}/hub", self._dispatch, self._silent)
+        names = {f"{role}-{rank}" for role, rank in workers}
+        address = f"ipc://{self._sockets.path}/hub"
+        self.hub = Hub(address, self._dispatch, self._silent, self._message_dropped, names=names)
+        self._refused: dict[str, str] = {}
+        """The workers that are killed because their messages cannot be read, each with the reason."""
         self._specs = [
             WorkerSpec(role=role, rank=rank, address=self.hub.address, run_dir=str(run_dir)) for role, rank in workers
         ]
@@ -93,9 +98,10 @@ class Fleet(Processes):
 
         Raises an exception group. It holds `PeerDied` when a worker that may not be restarted dies or falls silent,
         `UserError` when a worker died of a user's mistake, and `DeadlineError` when a restarted worker is not ready in
-        time.
+        time. An error in one of the hub's tasks is in the group too.
         """
         async with asyncio.TaskGroup() as watchers:
+            watchers.create_task(self.hub.failed(), name="watch the hub")
             watchers.create_task(self._watch_exits(watchers), name="watch exits")
             watchers.create_task(self._watch_silence(), name="watch silence")
 
@@ -104,7 +110,7 @@ class Fleet(Processes):
             exited = await self._next_exit()
             if self._stopping:
                 continue
-            death = _death(exited)
+            death = _death(exited, self._refused.pop(exited.name, ""))
             self._ready.pop(death.peer, None)
             self.hub.mark_dead(death)
             # Popped, because a process that dies before it is ready has not served, however long its predecessor
@@ -201,6 +207,12 @@ class Fleet(Processes):
         if not self._stopping:
             self._silenced.put_nowait((death, self._deaths[death.peer]))
 
+    def _message_dropped(self, peer: str, reason: str, refused: bool) -> None:
+        self._events.put(Dropped(peer, reason))
+        if refused and not self._stopping:
+            self._refused[peer] = f"its messages cannot be read: {reason}"
+            self._launcher.kill(peer)
+
     async def stop(self) -> None:
         """Ask every worker to end, and kill those that do not. Idempotent."""
         if not self._stopping:
@@ -234,8 +246,10 @@ def _may_follow(exited: Exit) -> bool:
     return exited.code > 0 and exited.code != EXIT_USER_ERROR
 
 
-def _death(exited: Exit) -> PeerDied:
+def _death(exited: Exit, refused: str) -> PeerDied:
     how = f"killed by signal {-exited.code}" if exited.code < 0 else f"exit code {exited.code}"
-    if exited.code == EXIT_LOST and exited.last_lines:
+    if refused:
+        how = refused
+    elif exited.code == EXIT_LOST and exited.last_lines:
         how = exited.last_lines.splitlines()[-1]
     return PeerDied(exited.name, how, exited.last_lines)

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from headrace.buffer.reader import open_readonly
-from headrace.channel.worker_link import WorkerLink
+from headrace.channel.worker_link import EXIT_LOST, WorkerLink
 from headrace.channel.worker_side import die_with_parent
-from headrace.cluster.base import EXIT_LOST, EXIT_USER_ERROR
+from headrace.cluster.base import EXIT_USER_ERROR
 from headrace.cluster.mps import without_mps
 from headrace.config import Config
 from headrace.errors import HeadraceError, PeerDied

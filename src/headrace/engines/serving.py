@@ -23,14 +23,14 @@ from typing import Any
 
 import msgspec
 
-from headrace.channel.codec import Message
+from headrace.channel.codec import Message, encode
 from headrace.channel.heartbeats import Stop
 from headrace.channel.hub import Hub
 from headrace.channel.worker_link import Incoming, WorkerLink
 from headrace.delivery.base import Manifest, Proof
 from headrace.engines.base import Delta, Engine, Request, closing_deltas, failed_delta
 from headrace.engines.streams import StreamedEngine
-from headrace.errors import HeadraceError, PeerDied
+from headrace.errors import ChannelError, HeadraceError, PeerDied, one_line
 from headrace.types import Float32Array, Int32Array
 
 FLUSH_SECONDS = 0.01
@@ -100,7 +100,21 @@ class TokensScored(Message):
 def send_deltas(link: WorkerLink, deltas: list[Delta]) -> None:
     """Send new tokens of any number of requests from a worker to the controller."""
     link.count_generated(sum(len(delta.token_ids) for delta in deltas))
-    link.send(Deltas(deltas=deltas))
+    try:
+        link.send(Deltas(deltas=deltas))
+    except ChannelError:
+        link.send(
+            Deltas(deltas=[failed_delta(delta.id, why) if (why := unsendable(delta)) else delta for delta in deltas])
+        )
+
+
+def unsendable(part: msgspec.Struct) -> str:
+    """Return why a part of a message cannot be encoded; empty if it can."""
+    try:
+        encode(part)
+    except ChannelError as error:
+        return one_line(str(error))
+    return ""
 
 
 def begin(message: Message, engine: Any) -> tuple[Any, Callable[[Any], Message] | None]:
@@ -168,13 +182,25 @@ class RemoteEngine(StreamedEngine):
         await asyncio.gather(*self._sending)
 
     def _submit(self, requests: list[Request]) -> None:
-        self._spawn(self._hub.send(self.name, Submit(requests=requests)))
+        self._spawn(self._send(requests))
+
+    async def _send(self, requests: list[Request]) -> None:
+        try:
+            await self._hub.send(self.name, Submit(requests=requests))
+        except PeerDied:
+            raise
+        except ChannelError:
+            # A value of one request cannot be encoded. That request fails, and those beside it are sent.
+            problems = {request.id: unsendable(request) for request in requests}
+            self.deliver(failed_delta(id, why) for id, why in problems.items() if why)
+            await self._hub.send(self.name, Submit(requests=[one for one in requests if not problems[one.id]]))
 
     def _withdraw(self, request_id: str) -> None:
         self._spawn(self._hub.send(self.name, Abort(ids=[request_id])))
 
     def _spawn(self, sending: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(self._sent(sending), name=f"{self.name} send")
+        self._hub.watch(task)
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 

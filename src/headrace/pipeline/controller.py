@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from headrace.channel.events import Died, Event, Heard, Returned
+from headrace.channel.events import Died, Dropped, Event, Heard, Returned
 from headrace.channel.heartbeats import Heartbeat
 from headrace.engines.serving import Deltas
 from headrace.pipeline.attempts import INTERRUPTED, SURPLUS, Attempts
@@ -193,6 +193,8 @@ class Controller:
             case VersionProved(proof):
                 self.recorder.delivered(proof)
                 self.deliveries.proved(proof)
+            case Dropped(peer, reason):
+                self.recorder.note(f"a message of {peer} cannot be read and was dropped: {reason}")
             case Died(death, restarts):
                 if death.peer == self.parts.trainer.name:
                     self.recovery.trainer_died()

@@ -11,7 +11,6 @@ replays both use it.
 """
 
 import queue
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -25,7 +24,7 @@ from safetensors import SafetensorError
 from headrace.channel.heartbeats import Stop
 from headrace.channel.turns import FILE as TURNS
 from headrace.channel.turns import TrainerTurns
-from headrace.channel.worker_link import Incoming, WorkerLink
+from headrace.channel.worker_link import Incoming, WorkerLink, vital_thread
 from headrace.config.schema import Config, LoraConfig, TrainingConfig
 from headrace.delivery.base import Manifest, Score, canary_sequence
 from headrace.delivery.digest import digest_as
@@ -207,7 +206,7 @@ class TrainerRole:
 
     def run(self) -> None:
         """Handle requests in order until `Stop` arrives."""
-        threading.Thread(target=self._pass_messages, name="messages", daemon=True).start()
+        vital_thread(self._pass_messages, name="messages").start()
         if self.first:
             # Remove the segments of a previous process. Engines that needed them have had until now to fetch them.
             sweep()

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from headrace.channel.events import Died, Events
-from headrace.channel.worker_link import WorkerLink
+from headrace.channel.worker_link import EXIT_LOST, WorkerLink
 from headrace.cluster import supervision
-from headrace.cluster.base import EXIT_LOST, EXIT_USER_ERROR
+from headrace.cluster.base import EXIT_USER_ERROR
 from headrace.cluster.launchers.base import Exit, WorkerSpec
 from headrace.cluster.supervision import Fleet
 from headrace.errors import PeerDied, UserError

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,9 +98,14 @@ class Doubted(Hub):
     """A hub that says when it is told to that a peer cannot be reached."""
 
     def __init__(
-        self, address: str, on_message: Callable[[str, Message], None], on_silence: Callable[[PeerDied], None]
+        self,
+        address: str,
+        on_message: Callable[[str, Message], None],
+        on_silence: Callable[[PeerDied], None],
+        *rest: Any,
+        **named: Any,
     ) -> None:
-        super().__init__(address, on_message, on_silence)
+        super().__init__(address, on_message, on_silence, *rest, **named)
         self.doubt = on_silence
 
 

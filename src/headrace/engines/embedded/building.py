@@ -4,7 +4,6 @@ The engine runs in the main thread, and a second thread only passes messages. So
 controller, and a slow controller never delays a decode step.
 """
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -18,7 +17,7 @@ from headrace.channel.codec import Message
 from headrace.channel.heartbeats import Stop
 from headrace.channel.turns import FILE as TURNS
 from headrace.channel.turns import EngineTurns
-from headrace.channel.worker_link import Incoming, WorkerLink
+from headrace.channel.worker_link import Incoming, WorkerLink, vital_thread
 from headrace.config.memory import MARGIN_BYTES, engine_share, longest_sequence, teacher_facts, trainer_memory
 from headrace.config.model_dir import model_facts
 from headrace.config.schema import Config, LoraConfig
@@ -120,7 +119,7 @@ def build(link: WorkerLink, config: Config) -> EngineLoop:
 def serve(link: WorkerLink, config: Config) -> None:
     """Build the engine and serve it until the controller sends `Stop`."""
     loop = build(link, config)
-    threading.Thread(target=pass_messages, args=(link, loop), name="messages", daemon=True).start()
+    vital_thread(pass_messages, link, loop, name="messages").start()
     loop.run()
 
 
