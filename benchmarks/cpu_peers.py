@@ -3,8 +3,9 @@
     python benchmarks/cpu_peers.py examples/smollm2/model --vllm-python .venv-vllm/bin/python
 
 In each round, every peer serves the same requests, one peer after the other, each in a process of its own. End tokens
-are ignored, so all peers generate the same number of tokens. A peer warms up on other requests first. vLLM needs an
-environment of its own; `--peers ours hf` leaves vLLM out. The machine must have nothing else to do.
+are ignored, so all peers generate the same number of tokens. Tokens that only pad a batch do not count. A peer warms up
+on other requests first. vLLM needs an environment of its own; `--peers ours hf` leaves vLLM out. The machine must have
+nothing else to do.
 """
 
 import argparse
@@ -30,7 +31,7 @@ Work = list[tuple[list[int], int]]
 
 
 def make_work(requests: int, mean: float, longest: int, vocabulary: int, seed: int) -> Work:
-    """Return prompts of random tokens, and answer lengths from a lognormal distribution, cut to `longest`."""
+    """Return prompts of random tokens, and lognormal answer lengths with this mean. None is above `longest`."""
     rng = np.random.default_rng(seed)
     sigma = 0.8
     lengths = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, requests).clip(1, longest).astype(int)

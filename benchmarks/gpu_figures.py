@@ -94,7 +94,10 @@ def main() -> None:
 
 
 def choose(names: list[str]) -> list[str]:
-    """Return the benchmarks with these names, or else those whose names begin so; all if `names` is empty."""
+    """Return the names of the benchmarks to run; all if `names` is empty.
+
+    A name that no benchmark has stands for all benchmarks whose names begin with it.
+    """
     chosen: set[str] = set()
     for name in names:
         found = [name] if name in BENCHMARKS else [each for each in BENCHMARKS if each.startswith(name)]

@@ -7,7 +7,8 @@ Times are medians by the clock of the GPU. Launches of attention and sampling ar
 - `sampling`: the milliseconds to sample the tokens of one step from bfloat16 logits, flat (scale 1) and peaked (scale
   5), beside the time to read the logits once, to find their maximum.
 - `digest`: the digest of 600M bfloat16 elements in 300 tensors, beside copies of the same bytes. `copy` is the copy
-  that a receiver makes over live weights. `torch` is the same copy by torch. `flat copy` is the copy of one tensor.
+  that a receiver makes over live weights. `torch` is the same copy by torch. `flat copy` is the copy of one tensor
+  with all bytes.
 """
 
 import statistics

@@ -3,8 +3,9 @@
     python benchmarks/long_tail.py [--rollouts 20000] [--seed 0] [--svg docs/long_tail.svg]
 
 It prints the table and draws the picture of docs/staleness.md. The real controller, window and rollouts run with the
-fake engine under a virtual clock, so the numbers are the same on every machine. The lengths of trained rollouts are
-compared with those of all generated rollouts, for the window and for a queue that drops its oldest groups.
+fake engine under a virtual clock, so the numbers are the same on every machine. Answers have lognormal lengths, and one
+in ten is ten times longer. The lengths of trained rollouts are compared with those of all generated rollouts, for the
+window and for a queue that drops its oldest groups.
 """
 
 import argparse
@@ -59,7 +60,7 @@ class DropOldest(Window):
 
 @dataclass(frozen=True)
 class PolicyOutcome:
-    """The results of one policy: lengths, and the rate in virtual time."""
+    """The results of one policy: lengths of rollouts, and trained tokens per second of virtual time."""
 
     generated: npt.NDArray[np.int64]
     trained: npt.NDArray[np.int64]

@@ -38,7 +38,10 @@ NO_EXPERT = -1
 
 
 def join_routing(parts: Sequence[tuple[int, Int16Array | None]]) -> Int16Array | None:
-    """Join the routing of consecutive parts, each (number of tokens, routing). None if no part has any."""
+    """Join the routing of consecutive parts of a trace, each given as (number of tokens, routing).
+
+    Tokens of a part without routing get `NO_EXPERT`. Return None if no part has routing.
+    """
     known = next((routing for _, routing in parts if routing is not None), None)
     if known is None:
         return None
@@ -92,7 +95,8 @@ class Kept(msgspec.Struct, kw_only=True):
     """The kept sets of consecutive tokens: the token ids that truncation (top-k, top-p, min-p) left to draw from."""
 
     counts: Int32Array
-    """The size of each token's kept set. 0: nothing was truncated, so the whole vocabulary was left to draw from."""
+    """The size of each token's kept set. 0 means that nothing was truncated: the token was drawn from the whole
+    vocabulary."""
     token_ids: Int32Array
     """All kept sets, one after the other. The ids within one set are in ascending order."""
 

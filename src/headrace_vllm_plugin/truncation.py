@@ -24,7 +24,10 @@ def wanted(params: Any) -> Truncation | None:
 
 
 def truncate(logits: torch.Tensor, rows: dict[Truncation, list[int]]) -> None:
-    """Set truncated tokens' logits to -inf, in place. The logits [R, V] must already be divided by the temperature."""
+    """Set the logits of all truncated tokens in these rows to minus infinity, in place.
+
+    The logits [R, V] must already be divided by the temperature.
+    """
     for rule, mine in rows.items():
         logits[mine] = logits[mine].masked_fill(~kept(logits[mine], rule), float("-inf"))
 

@@ -92,7 +92,8 @@ def build_shape(name: str, dtype: str, device: str, seed: int) -> Any:
 def begin(name: str, options: ModelBench, flag: str = "") -> tuple[str, dict[str, Any]]:
     """Return the device that `--device` asks for, and the first figures: the machine, and the options as given.
 
-    Raises `UserError` if there is no such device or model. `flag` is the option that names the model, if there is one.
+    Raises a one-line `UserError` if there is no such device, or if the model is neither a named shape nor a directory.
+    `flag` is the option that names the model, if there is one.
     """
     if options.model not in SHAPES and not Path(options.model).is_dir():
         raise UserError(f"{flag}{options.model}: neither a model directory nor a shape (one of {', '.join(SHAPES)})")

@@ -1,11 +1,13 @@
 """`headrace bench delivery`: measures what the delivery of a new version costs, by transport and by what is sent.
 
-The real publisher and the real receivers work in processes of their own, as in a run. Every figure is of versions that
-all engines have proved. Two sets of weights are published in turn. They differ in the last bit of a given share of
-words, as after a small optimizer step. The two sets of an adapter differ everywhere, as after any step.
+The real publisher and the real receivers work in processes of their own, as in a run. If an engine does not prove a
+version, the benchmark fails, so every figure is of proved versions. Two sets of weights are published in turn. They
+differ in the last bit of a given share of words, as after a small optimizer step. The two sets of an adapter differ
+everywhere, as after any step.
 
-With `--decode`, each engine decodes a full batch all the time: a sequence that ends is replaced by a new one. Otherwise
-nothing runs beside the deliveries, and the canary is scored last and timed by itself.
+With `--decode`, each engine decodes a full batch all the time: a sequence that ends is replaced by a new one. Staging
+runs beside the steps, and the swap is measured as the time by which it delays them. Without `--decode`, nothing runs
+beside the deliveries, and the canary is scored last and timed by itself.
 """
 
 from __future__ import annotations
@@ -127,7 +129,7 @@ class _Delivered(NamedTuple):
     published: Published
     taken: list[Taken]
     copy_seconds: float
-    """The time of a plain copy of as many bytes as were sent."""
+    """The time of a plain copy of as many bytes as were sent, measured just after the delivery."""
     socket_seconds: float
     """The time to pass as many bytes through a bare loopback socket; 0 for transports other than tcp."""
 
@@ -267,10 +269,10 @@ class Taken(msgspec.Struct, kw_only=True):
     """
 
     refused: str = ""
-    """Why the version was not accepted."""
+    """Why the version was not accepted; empty if it was."""
     fetch_seconds: float = 0.0
     stage_seconds: float = 0.0
-    """The time to fetch and check the version."""
+    """The time to fetch and check the version. It includes `fetch_seconds`."""
     swap_seconds: float = 0.0
     """The time of the copy over the live weights and of their digest. For a decoding engine: the time by which the swap
     delayed its steps."""

@@ -76,7 +76,10 @@ class Connection:
             self._connection.send_bytes(frame)
 
     def receive(self, kind: type[T], deadline: float | None = None) -> T:
-        """Return the next message, which must be of this kind. Raises `EOFError` once the other end is closed."""
+        """Return the next message, which must be of this kind. Raises `EOFError` once the other end is closed.
+
+        Raises `HeadraceError` after `deadline` seconds.
+        """
         if not self._connection.poll(deadline):
             raise HeadraceError(f"a process of the benchmark did not answer within {deadline:g} s")
         count = int.from_bytes(self._connection.recv_bytes(), "little")
@@ -96,7 +99,7 @@ class Side:
         self.tell(first)
 
     def tell(self, message: msgspec.Struct) -> None:
-        """Send a message, which `answer` waits for."""
+        """Send a message. Call `answer` later to get its answer."""
         try:
             self._line.send(message)
         except OSError as error:
@@ -131,7 +134,7 @@ class Begin(msgspec.Struct, kw_only=True):
     options: DeliveryBench
     kind: Kind = "full"
     name: str = ""
-    """The name of an engine."""
+    """The name of an engine. The publisher has no name."""
     directory: str = ""
     """The directory of the `file` transport."""
     random_weights: bool = False
@@ -176,7 +179,10 @@ class PublisherProcess(Side):
 
 
 def load_served(begin: Begin) -> tuple[Any, Adapter | None, int | None]:
-    """Return the model, the adapter that is merged into it, if one is sent, and the digest of the weights under it."""
+    """Return the model, the adapter that is merged into it, and the digest of the weights under the adapter.
+
+    The last two are None if no adapter is sent.
+    """
     options = begin.options
     model = load(options.model, options.dtype, options.device, options.seed, random_weights=begin.random_weights)
     if begin.kind != "adapter":
@@ -248,7 +254,7 @@ def proof_seconds(weights: Weights, device: str) -> dict[str, float]:
     if device == "cpu":
         alike = torch.get_num_threads()
         works["digest_seconds"] = lambda: digest(weights.items(), alike)
-        # As a delivery does it.
+        # A delivery takes its digests like this, on all cores.
         works["all_cores_digest_seconds"] = lambda: digest(weights.items())
     else:
         # Imported only here, because Triton is needed only with a GPU.

@@ -2,7 +2,10 @@
 
 The ceiling is the rate at which the engine would generate if every step took only the time to read the bytes that it
 must read, at the bandwidth of a plain copy: every weight once, and for each row the keys and values of all tokens
-before it. All that is compared is measured in one process, with the same weights and the same prompts.
+before it. Nothing else is counted, so an engine can come close to the ceiling but never exceed it. All that is compared
+is measured in one process, with the same weights and the same prompts.
+
+The tail is the last part of a round, in which only the longest requests still run (`--tail`).
 """
 
 from collections import Counter
@@ -149,7 +152,10 @@ class _Bench:
         }
 
     def _ceiling(self, contexts: list[tuple[int, int]], done: Progress) -> dict[str, Any]:
-        """Return the ceiling of these steps, and how close they come to it."""
+        """Return the ceiling of these steps, and how close they come to it.
+
+        The fraction of the ceiling is the time that the necessary reads would take, divided by the measured time.
+        """
         seconds, steps, tokens = done
         weights = self._footprint.weights_read(tokens / steps)
         kv = self._footprint.kv_read(contexts) / steps
@@ -163,7 +169,7 @@ class _Bench:
         }
 
     def _parts(self, run: Round, mark: Progress, tail_rows: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the figures of the steps until only the requests of the tail were left, and of the steps after."""
+        """Return the figures of the steps until only the tail was left, prompts included, and of the steps after."""
         prompt = self._options.prompt
         drawn = drawn_before_tail(self._lengths, tail_rows, mark.tokens)
         tail = Progress(run.seconds - mark.seconds, run.steps - mark.steps, run.tokens - mark.tokens)
@@ -219,7 +225,8 @@ class _Bench:
 def padded_generate(twin: Any, requests: list[Request], batch: int, device: str) -> float:
     """Return the seconds of Hugging Face's `generate` for the same prompts, after a short warm-up.
 
-    Each batch is padded to its longest prompt and runs until its longest answer is complete.
+    Each batch, in the order of the requests, is padded to its longest prompt and runs until its longest answer is
+    complete.
     """
 
     def generate(first: int, tokens: int) -> None:
@@ -250,7 +257,7 @@ def padded_generate(twin: Any, requests: list[Request], batch: int, device: str)
 
 
 def drawn_before_tail(lengths: list[int], tail_rows: int, tokens: int) -> list[int]:
-    """Return how many of all `tokens` each row had when all rows but those of the tail were complete."""
+    """Return how many tokens each row had when all rows but those of the tail were complete. `tokens` is their sum."""
     ended = lengths[:-tail_rows]
     return ended + [(tokens - sum(ended)) // tail_rows] * tail_rows
 
@@ -276,7 +283,10 @@ class Footprint:
         return sum(self.kv_of_window.values())
 
     def weights_read(self, rows: float) -> float:
-        """Return the bytes of weights that a step of this many rows reads, if rows choose their experts at random."""
+        """Return the bytes of weights that a step of this many rows reads.
+
+        Of the experts, only those that some row chooses are read. Rows are taken to choose at random.
+        """
         if not self.expert_count:
             return float(self.shared)
         missed: float = (1 - self.experts_per_token / self.expert_count) ** rows

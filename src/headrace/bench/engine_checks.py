@@ -57,14 +57,17 @@ def chosen_rows(requests: Sequence[Request], answers: Sequence[Delta], share: fl
 
 
 def rescore(twin: Any, rows: list[Row]) -> dict[str, Any]:
-    """Compare the recorded log-probabilities of these rows with those of the same weights in float32."""
+    """Compare the recorded log-probabilities of these rows with those of the same weights in float32.
+
+    `outside` counts the tokens that top-k or top-p leaves out in float32, although the engine sampled them. They have
+    no log-probability in float32, so they are not among the errors.
+    """
     exact = twin if twin.dtype == torch.float32 else copy.deepcopy(twin).float()
     expected, own = (
         np.concatenate([row_logprobs(model, request, answer.token_ids) for request, answer in rows])
         for model in (exact, twin)
     )
-    # At the edge of a truncated distribution (top-k, top-p), rounding decides whether a token is inside. Tokens outside
-    # are counted, but have no error.
+    # At the edge of a truncated distribution, rounding decides whether a token is inside.
     inside = ~np.isneginf(expected)
     errors = _distances(expected, np.concatenate([answer.logprobs for _, answer in rows]), inside)
     plain = _distances(expected, own, inside & ~np.isneginf(own))
@@ -79,9 +82,9 @@ def rescore(twin: Any, rows: list[Row]) -> dict[str, Any]:
 
 
 def check_tags(twin: Any, sets: Sequence[Weights], answers: list[Delta], rows: list[Row], dtype: str) -> dict[str, Any]:
-    """Count the tokens whose tag is smaller than the tag before it, and those whose log-probability does not fit it.
+    """Count the tokens whose tag cannot be right: smaller than the tag before, or with another log-probability.
 
-    The log-probabilities of these rows are replayed under the versions of their tags.
+    The order of tags is checked in all `answers`. Only `rows` are replayed under the versions of their tags.
     """
     backwards = sum(int((np.diff(answer.versions) < 0).sum()) for answer in answers)
     expected, wrong = (

@@ -1,8 +1,9 @@
 """Rounds of requests to an `EngineCore`, timed from the submit to the last token. Prompts are included.
 
-Every request must end with all of its tokens, or the benchmark fails. A round with swaps gets new versions at a fixed
-interval, through the loop that drives an engine in a run. Two sets of weights take turns. They differ so much that a
-token tagged with the wrong version is found by its log-probability.
+The same options always give the same requests. Every request must end with all of its tokens, or the benchmark fails. A
+round with swaps gets new versions at a fixed interval, from a process that publishes, through the loop that drives an
+engine in a run. Two sets of weights take turns. They differ so much that a token tagged with the wrong version is found
+by its log-probability.
 """
 
 import threading
@@ -69,7 +70,8 @@ def lengths_of(requests: Sequence[Request]) -> list[int]:
 def other_round(requests: Sequence[Request], roll: int, longest: int | None = None) -> list[Request]:
     """Return the same round with other prompts, so that no cache holds a prefix of them.
 
-    With `longest`, answers are scaled so that none is longer, and the round goes through the same batch sizes.
+    With `longest`, answers are scaled so that none is longer. They end in the same order, so the round goes through the
+    same batch sizes.
     """
     scale = min(1.0, longest / max(lengths_of(requests))) if longest else 1.0
     return [
@@ -115,7 +117,7 @@ class Round:
     full_until: Progress | None = None
     """The moment from which no request waited for a slot any more."""
     tail_from: Progress | None = None
-    """The moment from which only the requests of the tail were left."""
+    """The moment from which only the requests of the tail were left; None if the round has no tail."""
 
     @property
     def tokens(self) -> int:
@@ -134,7 +136,10 @@ class Driver:
         self._alive = 0.0
 
     def run(self, requests: Sequence[Request], *, tail_rows: int = 0) -> Round:
-        """Submit all requests, and run steps until every request has ended."""
+        """Submit all requests, and run steps until every request has ended.
+
+        The tail begins when at most `tail_rows` requests are left.
+        """
         timings = self.core.timings
         timings.reset()
         before = stats = self.core.counters()
@@ -241,7 +246,7 @@ class Swap(NamedTuple):
     """The measurements of one swap."""
 
     at: float
-    """When the weights were staged."""
+    """When the weights were staged, and so could be installed after the current step."""
     stall_seconds: float
     """How long decoding stood still. On a GPU: the longest gap between two launches of steps, from the beginning of
     staging until the weights were proved. The copy of the weights is part of that gap."""

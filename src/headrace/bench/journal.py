@@ -1,8 +1,9 @@
 """`headrace bench journal`: measures what the journal costs a run, and how long it takes to use a large one.
 
 The cost is measured in one real run. Versions are divided into blocks, and the blocks into pairs: the journal is off in
-one block of a pair and on in the other. Off means that events stay in memory. They are written after the block, in
-versions that are not counted, so the journal is complete at the end, and its ledgers balance.
+one block of a pair and on in the other. Off means that events stay in memory: no row, no token and no partial answer is
+written. The events are written after the block, in versions that are not counted, so the journal is complete at the
+end, and its ledgers balance.
 
 With `--rollouts`, the journal of a run that was killed after many rollouts is written instead, with the real writer,
 and opened, resumed and queried.
@@ -36,7 +37,7 @@ WARM_VERSIONS = 4
 """The number of first versions that are not counted."""
 SETTLE_VERSIONS = 2
 """The number of versions before every block that are not counted. In these versions, events of the block before are
-written."""
+written, both those kept in memory and those still queued."""
 DEPTH = 2
 PROMPT, ANSWER = 16, 32
 STUDENT_T = (
@@ -95,7 +96,7 @@ class BlockJournal(Journal):
             self._held.append((event, done, durable))
 
     def let_go(self) -> None:
-        """Write the kept events, and keep no new ones. Call this in the thread that calls `put`."""
+        """Write the kept events in order, and keep no new ones. Call this in the thread that calls `put`."""
         held, self._held = self._held or [], None
         for event, done, durable in held:
             super().put(event, done, durable=durable)
@@ -135,7 +136,7 @@ def bench_journal(options: JournalBench, say: Say) -> dict[str, Any]:
 
 
 def bench_overhead(directory: Path, pairs: int, versions: int, say: Say) -> dict[str, Any]:
-    """Make one run with these blocks, and return the figures."""
+    """Make one run with this many pairs of blocks, of `versions` versions each, and return the figures."""
     blocks = plan_blocks(pairs, versions)
     total = blocks[-1].last + DEPTH + 1  # beside the last versions nothing is generated
     made: list[BlockJournal] = []
@@ -160,7 +161,10 @@ def bench_overhead(directory: Path, pairs: int, versions: int, say: Say) -> dict
 
 
 def interval(off: Sequence[float], on: Sequence[float]) -> dict[str, float]:
-    """Return the mean relative loss of the pairs, and the ends of its confidence interval by Student's t."""
+    """Return the mean relative loss of the pairs, and the ends of its confidence interval by Student's t.
+
+    `within_limit` says whether the upper end is at most `LIMIT`.
+    """
     losses = [1 - with_it / without for without, with_it in zip(off, on, strict=True)]
     mean = statistics.fmean(losses)
     half = STUDENT_T[min(len(losses) - 1, len(STUDENT_T)) - 1] * statistics.stdev(losses) / math.sqrt(len(losses))
@@ -208,7 +212,10 @@ def bench_size(directory: Path, rollouts: int, say: Say) -> dict[str, Any]:
 
 
 def write_run(path: Path, rollouts: int) -> int:
-    """Write the journal of a run that died after this many trained rollouts (whole batches). Return its steps."""
+    """Write the journal of a run that died after it had trained this many rollouts, and return its number of steps.
+
+    The number of rollouts is rounded down to whole batches.
+    """
     steps = max(1, rollouts // (GROUPS * GROUP_SIZE))
     with Journal(path) as journal:
         journal.meta("name", "many rollouts")

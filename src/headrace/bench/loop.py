@@ -1,14 +1,18 @@
 """`headrace bench loop`: compares synchronous and asynchronous runs of one workload.
 
-Every run is real. Rates count *consumed* tokens, which are those that reached a loss.
+Every run is real: engine and trainer are processes of their own, and every version is delivered and proved. Rates count
+*consumed* tokens, which are those that reached a loss.
 
 Without a model, a tiny one is measured. Rates are over the whole time of training, including the beginning, when the
 buffer fills, and the end, when it empties. The workload is first balanced, so that generating and training a version
-take about the same time, because asynchrony can gain most there. With `--long-tail`, answers have very different
-lengths. Synchronous and asynchronous runs take turns, so that other work on the machine slows both down alike.
+take about the same time, because asynchrony can gain most there. The figures say how close the balance was. With
+`--long-tail`, answers have very different lengths. Synchronous and asynchronous runs take turns, so that other work on
+the machine slows both down alike.
 
-With a model, engine and trainer are on one device. If generation and training never overlap, no schedule can consume
-more than 1 / (1/generation + 1/training) tokens per second. The asynchronous run is compared with this bound.
+With a model, engine and trainer are on one device. Generation alone is measured with the same answer lengths and number
+of answers in flight. The rate of training alone is that inside optimizer steps, in the run whose steps were faster. If
+generation and training never overlap, no schedule can consume more than 1 / (1/generation + 1/training) tokens per
+second. The asynchronous run is compared with this bound.
 """
 
 import json
@@ -42,7 +46,8 @@ DEPTHS = (0, 2)
 LEAST_TAIL_VERSIONS = workload.WARM_VERSIONS + max(DEPTHS) + 1
 ALONE_SECONDS = 600.0
 ROUNDS = 4
-"""For generation alone: the number of requests, as a multiple of the answers in flight."""
+"""For generation alone: the number of requests, as a multiple of the answers in flight. The rate is measured until the
+last request has a slot."""
 MEAN_OF = 100_000
 """The number of lengths that are drawn to estimate the mean length of an answer."""
 _SAMPLE_SECONDS = 0.25
@@ -102,8 +107,9 @@ def next_prompt(points: list[tuple[int, float, float]]) -> int:
     """Return the prompt length to try next, from the length, generation time and training time of each try.
 
     Generation computes a prompt once for each group, and training once for each answer. So a longer prompt gives the
-    trainer more work than the engine, and both times are close to linear in its length. The next length is where the
-    line through the last two excesses of training time crosses zero. After the first try, it is a proportional guess.
+    trainer more work than the engine, and both times are close to linear in its length. The excess of a try is its
+    training time minus `BALANCE` times its generation time. The next length is where the line through the last two
+    excesses crosses zero. After the first try, it is a proportional guess.
     """
     excess = [(prompt, training - BALANCE * generation) for prompt, generation, training in points]
     if len(excess) == 1:
@@ -217,14 +223,17 @@ def _model(directory: Path, options: LoopBench, say: Say) -> dict[str, Any]:
 
 
 def lasting_versions(lengths: str) -> int:
-    """Return how many versions are trained while the longest answer is generated, and at least 2."""
+    """Return how many versions are trained while the longest answer is generated, and at least 2.
+
+    With a smaller depth, training would wait for the longest answer.
+    """
     # A version trains as many answers as are in flight: about one while an answer of mean length is generated.
     return max(2, round(workload.longest_of(lengths) / float(workload.make_lengths(lengths, MEAN_OF, 0).mean())))
 
 
 @contextmanager
 def _watched_memory(device: str) -> Iterator[list[int]]:
-    """Yield a list of one number: the most bytes of the GPU that all processes together had in use so far."""
+    """Watch the GPU's memory. Yield a list of one number: the most bytes that all processes together had in use."""
     peak, done = [0], threading.Event()
 
     def watch() -> None:
@@ -245,8 +254,8 @@ def _watched_memory(device: str) -> Iterator[list[int]]:
 def faster_training(runs: dict[str, dict[str, Any]]) -> tuple[str, float]:
     """Return the name of the run whose steps trained more tokens per second, and this rate.
 
-    The time of a step includes no wait for the GPU. Work of the engine beside a step can only slow the step down. So
-    the faster run is closer to training alone, and gives the higher bound.
+    The time of a step begins when the trainer has the GPU. Work of the engine beside a step can only slow the step
+    down. So the faster run is closer to training alone, and gives the higher bound.
     """
     name = max(runs, key=lambda run: float(runs[run]["training_tokens_per_second"]))
     return name, float(runs[name]["training_tokens_per_second"])

@@ -1,8 +1,8 @@
 """`headrace bench train`: measures how fast the trainer trains, and compares that with the arithmetic that it needs.
 
-Whole optimizer steps of the real trainer are timed: packing, passes, gradients, the optimizer and the refresh of the
-16-bit weights. Padding stands for the work of a trainer without packing: it is tokens before a sequence that are
-computed but not trained.
+After a few steps of warm-up, whole optimizer steps of the real trainer are timed: packing, passes, gradients, the
+optimizer and the refresh of the 16-bit weights. Padding stands for the work of a trainer without packing: it is tokens
+before a sequence that are computed but not trained. Every token but the first of a sequence is trained.
 
 MFU is the number of floating-point operations per second that training needs (`FORMULA`), as a share of the GPU's peak.
 Work on padding, masked work and recomputation are not counted, and neither are embeddings, norms, softmax and the
@@ -141,7 +141,7 @@ def draw_sequences(options: TrainBench) -> Lengths:
 
 
 def padded(lengths: Lengths, budget: int) -> Lengths:
-    """Return the length of the longest sequence in each sequence's micro-batch, to which the sequence is padded.
+    """Return the length to which each sequence is padded: that of the longest sequence in its micro-batch.
 
     Micro-batches are filled in the given order, up to `budget` tokens with padding.
     """

@@ -74,7 +74,10 @@ def _long_tail(count: int, cut: int, seed: int) -> npt.NDArray[np.int64]:
 
 
 def write_model(directory: Path) -> None:
-    """Write a model directory without an end token, so that every answer has its full length."""
+    """Write a model directory with a tokenizer of single characters.
+
+    There is no end token, so every answer has its full length.
+    """
     directory.mkdir(parents=True)
     write_tokenizer(directory)
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096, **SHAPE}
@@ -93,7 +96,10 @@ def write_tokenizer(directory: Path) -> None:
 
 
 class LengthsTask(SingleTurnTask):
-    """A task with prompts of `length` characters, random rewards, and answers with the given lengths in order."""
+    """A task with prompts of `length` characters and random rewards.
+
+    Answers get the lengths of `lengths`, in the order in which their episodes begin.
+    """
 
     def __init__(self, length: int, lengths: str, seed: int, heldout: int) -> None:
         draw = self._draw = random.Random(seed)
@@ -177,7 +183,8 @@ def measure_run(config: Config, depth: int, warm: int) -> tuple[dict[str, Any], 
 def steady_rate(steps: list[dict[str, Any]], depth: int, warm: int) -> dict[str, float]:
     """Return the consumed tokens per second, without the first `warm` and the last `depth` versions.
 
-    The last `depth` versions are trained while nothing is generated any more, so their rate is too high.
+    The last `depth` versions are trained while nothing is generated any more, so their rate is too high. The rate of as
+    many first versions may be too high as well: they are generated while the trainer still starts.
     """
     counted = steps[warm : len(steps) - depth]
     seconds = counted[-1]["ended"] - steps[warm - 1]["ended"]

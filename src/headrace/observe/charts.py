@@ -120,7 +120,10 @@ def line_chart(
     y_range: Point | None = None,
     from_zero: bool = False,
 ) -> str:
-    """Draw lines over shared axes. With `from_zero` the y axis begins at 0, whatever `y_range` says."""
+    """Draw lines over shared axes. With `from_zero` the y axis begins at 0, whatever `y_range` says.
+
+    Use `from_zero` for a quantity that is never negative, so that a change is seen in proportion to the whole.
+    """
     points = [point for line in series for point in line.points]
     low, high = y_range or _span([y for _, y in points])
     x_range = _span([x for x, _ in points], pad=0.0)
@@ -260,7 +263,10 @@ class TimelineActivity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_activity(path: Path, window: tuple[float, float] | None = None) -> TimelineActivity | None:
-    """Reduce a timeline; None if it is empty. Spans in `window` are kept, by default around the middle of the run."""
+    """Reduce a timeline; None if it is empty. Every span in `window` is kept.
+
+    `window` is in seconds since the start of the run. By default it lies around the middle of the run.
+    """
     seconds = max((span.end for _, span in read_timeline(path)), default=0.0)
     if seconds <= 0:
         return None

@@ -180,7 +180,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def describe_end(group: Group, outcome: str, version: int, republished: Sequence[int]) -> dict[str, Any]:
-    """Describe how a group ended, as a record: the length of its answers, the difficulty of its prompt, and its age."""
+    """Describe how a group ended, as a record: the length of its answers, the difficulty of its prompt, and its age.
+
+    A version that was published again makes no group older.
+    """
     usable = group.usable
     rewards = [rollout.reward for rollout in usable if rollout.reward is not None]
     oldest = [trace.oldest_version for rollout in usable for trace in rollout.traces if trace.trained.any()]

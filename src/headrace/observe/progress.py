@@ -1,7 +1,8 @@
 """The progress display of a run: a live panel, plain lines, or nothing. It takes almost no CPU time.
 
-The controller fills a snapshot at each tick and hands it over. The cores of the machine belong to engines and trainers,
-so a display draws at most a few times a second, however often it is updated, and has no thread of its own.
+A display never asks the pipeline anything: the controller fills a snapshot at each tick and hands it over. Rates follow
+from several snapshots. The cores of the machine belong to engines and trainers, so a display draws at most a few times
+a second, however often it is updated. It has no thread of its own, so it costs nothing while nobody updates it.
 """
 
 import time

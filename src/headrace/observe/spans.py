@@ -8,7 +8,8 @@ The journal uses wall time. A `RunClock` alone converts between the two. It is r
 controller, so a change of the wall clock never distorts a timeline.
 
 timeline.json holds Chrome trace events for https://ui.perfetto.dev: a JSON array with one event per line. A run that
-was killed leaves an array without its closing bracket, which the format allows. A resumed run continues the file.
+was killed leaves an array without its closing bracket, which the format allows, so Perfetto and `read_timeline` still
+load the file. A resumed run continues the file.
 """
 
 from __future__ import annotations

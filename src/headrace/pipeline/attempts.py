@@ -1,6 +1,7 @@
 """The attempts (one group each): which attempt is next, which can no longer be trained, and how each one ends.
 
-Every attempt that was started reaches the window once, as a complete group, or leaves it once, with a reason.
+Every attempt that was started either reaches the window exactly once, as a complete group, or leaves it exactly once,
+with a reason in the ledger.
 
     next ─▶ started ─▶ (sweep: too old, surplus) ─▶ ended ─▶ the window (◀─ taken up from a previous process)
       ▲                                               │

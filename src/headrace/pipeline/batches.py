@@ -49,7 +49,10 @@ def make_batch(
 
 
 def shuffle_rewards(groups: Sequence[Group], seed: int, step: int) -> list[Group]:
-    """Return the same groups, with the rewards of all rollouts permuted at random over the batch, as a control."""
+    """Return the same groups, with the rewards of all rollouts permuted at random over the whole batch.
+
+    This is a control experiment: such rewards say nothing about the answers that get them.
+    """
     rewards = np.array([rollout.reward for group in groups for rollout in group.usable], np.float64)
     shuffled = iter(np.random.default_rng([seed, step]).permutation(rewards).tolist())
     return [

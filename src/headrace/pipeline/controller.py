@@ -94,7 +94,10 @@ class Controller:
     # ---- the phases of a run
 
     async def begin(self) -> None:
-        """Make the warm start or train again what followed the checkpoint; publish and evaluate the first version."""
+        """Make the warm start (if there is no checkpoint), then publish and evaluate the first version.
+
+        A resumed run first trains again, from the journal, the steps that were trained after its checkpoint.
+        """
         if not self.parts.checkpoint.found:
             await self._warm_start()
         await self.recovery.train_again()

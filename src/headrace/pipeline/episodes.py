@@ -2,7 +2,8 @@
 
 Training and held-out prompts share one task, one chat format and one pool.
 
-The seed of a rollout depends only on (run seed, group, index), so the same attempt always samples the same noise.
+The seed of a rollout depends only on (run seed, group, index), so the same attempt samples the same noise wherever and
+whenever it runs.
 """
 
 import asyncio
@@ -109,7 +110,11 @@ class Episodes:
 
 
 class Evaluations:
-    """The schedule of evaluations, each of one version. One runs at a time, in training on a part of the slots."""
+    """The schedule of evaluations. An evaluation is of one version; one runs at a time.
+
+    During training an evaluation uses a part of the engines' slots. A synchronous run evaluates between two versions,
+    so the evaluation uses all slots.
+    """
 
     def __init__(self, parts: Parts, episodes: Episodes) -> None:
         self._parts = parts

@@ -1,7 +1,8 @@
-"""This module starts or resumes a run, and runs it to its summary.
+"""This module starts or resumes a run, and runs it to its summary. The command line and the Python API both call it.
 
-However the run ends, no process and no shared-memory segment stays behind, the journal is closed with its ledgers
-balanced, and `summary.json` and `report.html` are written from the journal.
+A run ends in order, or with one line that says why it failed. However it ends, no process and no shared-memory segment
+stays behind, the journal is closed with its ledgers balanced, and `summary.json` and `report.html` are written from the
+journal.
 
 Only this file, `inputs` and, on the workers' side, `cluster.worker_main` know concrete classes.
 """
@@ -321,7 +322,8 @@ def start_run(
 ) -> RunSession:
     """Start a new run. A user's mistake that shows before the first version is served leaves no run directory behind.
 
-    `reward` replaces the configured reward function. `prompts` holds JSON lines for `prompts.jsonl` of the run.
+    `reward` replaces the configured reward function. `prompts` holds JSON lines to write into the run directory, as
+    `prompts.jsonl`.
     """
     run_dir = RunDir.create(config)
     session = None
@@ -348,7 +350,10 @@ def _check_models(config: Config) -> None:
 
 
 def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) -> RunSession:
-    """Continue a run from its newest checkpoint. `settings` change its configuration; the changes are shown."""
+    """Continue a run from its newest checkpoint. `settings` change its configuration; the changes are shown.
+
+    The changed configuration is kept once every process has started with it.
+    """
     run_dir, before = RunDir.open(path)
     if not run_dir.journal.is_file():
         raise UserError(f"{path}: nothing to resume (it has no journal.db)")

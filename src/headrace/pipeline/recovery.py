@@ -146,7 +146,10 @@ class Recovery:
                 return
 
     def _restore_groups(self) -> list[UnfinishedGroup]:
-        """Give the groups of a previous process their slots back. Return those that continue; the others end here."""
+        """Give the groups of a previous process their slots back, before anything new begins.
+
+        Every such group either continues, and is returned, or ends here with a reason. Lost tokens are counted.
+        """
         before, recorder, checkpoint = self._parts.before, self._parts.recorder, self._parts.checkpoint
         if before.last_version < 0:
             return []

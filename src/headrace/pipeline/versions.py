@@ -7,7 +7,8 @@ Only this module knows the state of a version.
         └──────────┴─────▶ void           its trainer restarted without it: no engine can fetch it any more
 
 A version is orphaned when its trainer has died. Engines may fetch its bytes while these last, but nothing can send the
-version again. A restarted trainer publishes the same weights under the next free id (`Window.republish`).
+version again. A restarted trainer publishes the same weights under the next free id (`Window.republish`), never under
+the old id.
 
 Each engine has its own loop of deliveries, which always takes the newest version. A slow, absent or quarantined
 engine, or one that keeps refusing a version, does not hold up the others. A version is declared, and groups begin under
@@ -16,7 +17,8 @@ seconds. A superseded version is skipped. An engine that does not answer, or ans
 is killed; supervision restarts it without weights.
 
 The trainer may free the bytes of a version when the version is acknowledged. That happens when no engine fetches the
-version any more, or when a newer version is declared. An engine that still fetches it is refused.
+version any more, or when a newer version is declared. An engine that still fetches the old version then is refused and
+takes the newer one.
 
     deliver(manifest) ─▶ newest ─▶ a loop per engine: load ─▶ VersionProved event ─▶ pool ─▶ declared
                                      ▲ refused: send all weights again                    └▶ acknowledged

@@ -2,7 +2,8 @@
 
 No loop of the pipeline waits without being registered here. A wait ends when its condition holds. The condition is
 checked again whenever `ring` is called, and at least once a second. If nothing has made progress for too long, the
-watch loop reports all waits in a `StallError`. An engine with requests that sends no token for too long is stuck.
+watch loop reports all waits in a `StallError`. An engine that has requests and sends no token for too long is stuck and
+is treated as dead.
 """
 
 import asyncio

@@ -1,8 +1,9 @@
 """The audit compares recorded log-probabilities with those that the checkpoints of the tagged versions give.
 
-Every sampled token of a chosen rollout is either compared, or counted as not checkable with a reason. The digest of a
-checkpoint's weights is compared with the digest under which the version was published. No engine takes part. An audit
-passes only if something was compared and nothing is wrong.
+Every sampled token of a chosen rollout is either compared, or counted as not checkable with a reason. The weights come
+from a checkpoint (or, before the first step, from the model directory), and no engine takes part. Their digest is
+compared with the digest under which the version was published. An audit passes only if something was compared and
+nothing is wrong.
 """
 
 import random

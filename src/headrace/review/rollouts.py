@@ -1,7 +1,7 @@
 """The recorded rollouts of a run, for people and programs: shown as a table, or exported with their tokens.
 
-An export holds one record for each trace, in JSON lines or Parquet. A rollout without kept tokens is a record too, with
-nulls for its arrays.
+An export holds one record for each trace, in JSON lines or Parquet. The file is written whole or not at all. A rollout
+without kept tokens is a record too, with nulls for its arrays.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -1,8 +1,9 @@
 """The results of a run: the files summary.json and report.html, and both ledgers.
 
 The summary is computed from journal.db alone, so anybody can recompute it. A number that the journal cannot give is
-null, never a guess. This module computes and draws what the report shows, and `report.html.jinja` lays it out. If a run
-left something out (an evaluation, a timeline, its own end), the page says that it is missing and shows the rest.
+null, never a guess. The report also shows timeline.json and config.toml. This module computes and draws what the report
+shows, and `report.html.jinja` lays it out. The page fetches nothing and runs no script. If a run left something out (an
+evaluation, a timeline, its own end), the page says that it is missing and shows the rest.
 """
 
 import os
