@@ -56,7 +56,7 @@ KEYS = {
         "canary_tokens", "canary_tolerance", "deadline",
     },
     "evaluate": {"every", "prompts", "during", "samples", "temperature"},
-    "gateway": {"serve", "bind", "port"},
+    "gateway": {"serve", "bind", "port", "connections", "max_body", "queue"},
     "pipeline": {"launcher", "stall_seconds", "start_seconds", "restarts", "one_gpu", "record"},
     "observe": {"display", "timeline", "keep_rollouts", "trackers"},
 }  # fmt: skip

@@ -516,6 +516,14 @@ class GatewayConfig(Section, frozen=True):
     The gateway never encrypts, so on another address the key and all texts can be read on the network."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """The port. 0 takes a free port, which the run prints."""
+    connections: Positive = 1024
+    """The most connections at the same time. Idle ones are closed first. The agents of the run itself always have room,
+    and the limit is never above what the system's limit of open files allows."""
+    max_body: Positive = 8_388_608
+    """The most bytes that the body of a request may have. All bodies together may take eight times as much."""
+    queue: Positive = 1024
+    """The most answers that are sampled or wait for an engine at the same time. A request beyond this gets status 429.
+    The agents of the run itself always have room."""
 
 
 class PipelineConfig(Section, frozen=True):

@@ -29,8 +29,18 @@ EpisodeMaker = Callable[[EpisodePlan, Stage], AnyEpisode]
 class ApiError(Exception):
     """An error with which a request is answered, in OpenAI's format."""
 
-    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        """`retry_after` is the number of seconds after which the client should ask again."""
         super().__init__(message)
+        self.retry_after = retry_after
         self.status = status
         self.message = message
         self.code = code
@@ -55,6 +65,11 @@ class Chat(ChatFormat, Protocol):
 
     def decode(self, token_ids: Sequence[int] | Int32Array) -> str:
         """Return the text of these tokens."""
+        ...
+
+    @property
+    def longest_token(self) -> int:
+        """The number of characters of the longest token."""
         ...
 
 

@@ -8,6 +8,7 @@ read it: a streamed one even if it breaks off, others when they are complete.
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import count
@@ -27,6 +28,10 @@ Say = Callable[[int, str, StreamedAnswer], Awaitable[None]] | None
 
 END_SECONDS = 10.0
 """Seconds for telling the engines that nobody waits for an answer any more."""
+SHORT = 4096
+"""Texts of at most this many characters are encoded at once, longer ones in a thread."""
+ENCODERS = 2
+"""The number of threads that encode long texts. Encoding takes about 200 bytes of memory for each character."""
 FRUITLESS_RESUMES = 100
 """After this many aborts in a row without a token between them, the turn fails."""
 
@@ -44,19 +49,34 @@ class Completions:
     """The number of token ids that the model has."""
     stop_token_ids: tuple[int, ...]
     note: Callable[[str], None]
+    queue: int
+    """The most answers that are sampled or wait at the same time."""
     _noted: set[str] = field(default_factory=set, init=False)
+    _answering: int = field(default=0, init=False)
+    _encoders: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(ENCODERS, "encode"), init=False, repr=False
+    )
 
     async def answer(
         self, want: ChatRequest | TextRequest, session: Session | None, say: Say | None = None
     ) -> Answered:
         """Sample all choices. Raises `ApiError`."""
-        if session is None:
-            return await self._answer(want, None, say)
+        if self._answering + want.choices > self.queue:
+            raise ApiError(429, f"{self._answering} answers are under way: ask again", code="busy", retry_after=1)
+        self._answering += want.choices
         try:
+            if session is None:
+                return await self._answer(want, None, say)
             async with session.request():
                 return await self._answer(want, session, say)
         except TimeoutError:
             raise ApiError(408, "the session's time is over", code="session_timeout") from None
+        finally:
+            self._answering -= want.choices
+
+    def close(self) -> None:
+        """End the threads that encode. Idempotent."""
+        self._encoders.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(self, want: ChatRequest | TextRequest, session: Session | None, say: Say) -> Answered:
         max_tokens = want.max_tokens or self.max_tokens
@@ -66,7 +86,7 @@ class Completions:
             self._say_what_is_overruled(want, session)
             share = session.check_budget(want.choices)
             max_tokens = min(share, want.max_tokens or share)
-        opening = self._open(want, session)
+        opening = await self._open(want, session)
         requests = self._requests(want, opening, session, max_tokens)
         tools = isinstance(want, ChatRequest) and want.tools is not None
         choices = [StreamedAnswer(self.chat, want.stops, tools=tools) for _ in requests]
@@ -147,31 +167,38 @@ class Completions:
                 if streamed.finish is not None:
                     return
 
-    def _open(self, want: ChatRequest | TextRequest, session: Session | None) -> Opening:
+    async def _open(self, want: ChatRequest | TextRequest, session: Session | None) -> Opening:
         conversation = Conversation(self.chat) if session is None else session.conversation
+        if want.characters > self.max_length * self.chat.longest_token:
+            raise self._too_long(f"{want.characters} characters", session)
+        if want.characters <= SHORT:
+            opening = self._encoded(want, conversation)
+        else:
+            loop = asyncio.get_running_loop()
+            opening = await loop.run_in_executor(self._encoders, self._encoded, want, conversation)
+        if len(opening.token_ids) >= self.max_length:
+            raise self._too_long(f"{len(opening.token_ids)} tokens", session)
+        return opening
+
+    def _encoded(self, want: ChatRequest | TextRequest, conversation: Conversation) -> Opening:
         try:
             if isinstance(want, ChatRequest):
-                opening = conversation.open_chat(want.messages, want.tools)
-            elif isinstance(want.prompt, str):
-                opening = conversation.open_text(want.prompt)
-            else:
-                if max(want.prompt) >= self.vocabulary:
-                    raise ApiError(400, f"prompt: the model has {self.vocabulary} token ids", param="prompt")
-                opening = conversation.open_tokens(want.prompt)
+                return conversation.open_chat(want.messages, want.tools)
+            if isinstance(want.prompt, str):
+                return conversation.open_text(want.prompt)
         except ModelError as error:
             raise ApiError(400, str(error), param="messages") from error
         except RecursionError as error:
             raise ApiError(400, "messages: they are nested too deeply", param="messages") from error
-        tokens = len(opening.token_ids)
-        if tokens >= self.max_length:
-            if session is not None:
-                session.exhausted = True
-            raise ApiError(
-                400,
-                f"{tokens} tokens leave no room under the longest length of {self.max_length} ([engine] max_length)",
-                code="context_length_exceeded",
-            )
-        return opening
+        if max(want.prompt) >= self.vocabulary:
+            raise ApiError(400, f"prompt: the model has {self.vocabulary} token ids", param="prompt")
+        return conversation.open_tokens(want.prompt)
+
+    def _too_long(self, what: str, session: Session | None) -> ApiError:
+        if session is not None:
+            session.exhausted = True
+        said = f"{what} leave no room under the longest length of {self.max_length} ([engine] max_length)"
+        return ApiError(400, said, code="context_length_exceeded")
 
     def _say_what_is_overruled(self, want: CompletionRequest, session: Session) -> None:
         for name in ("temperature", "top_p", "top_k", "min_p"):

@@ -20,7 +20,7 @@ import hmac
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +34,7 @@ from headrace.gateway.agent_main import Job
 from headrace.gateway.agents import AgentError, AgentPool
 from headrace.gateway.base import ApiError, Chat, Reward
 from headrace.gateway.completions import Completions
+from headrace.gateway.connections import Bodies, LimitedServer, allowed_connections, drain
 from headrace.gateway.openai_format import LARGEST, ChatRequest, ResponseShape, StreamedAnswer, TextRequest, read_body
 from headrace.gateway.session import NOTHING, Session, Sessions
 from headrace.rollouts.base import AnyEpisode, Cancelled, EpisodePlan
@@ -41,11 +42,10 @@ from headrace.scoring.base import Span, Stage, Turn
 from headrace.types import Ending, Rollout, Score, Trace
 
 KEY_VARIABLE = "HEADRACE_GATEWAY_KEY"
-LARGEST_BODY = 64 * 2**20
 CLOSE_SECONDS = 2.0
+WRITE_SECONDS = 60.0
+"""Seconds in which a client must take the next piece of a stream."""
 SESSION_HEADER = "x-headrace-session"
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class _TakeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -72,6 +72,9 @@ class Gateway:
         stop_token_ids: tuple[int, ...] = (),
         agents: AgentPool | None = None,
         session_seconds: float,
+        connections: int = 1024,
+        max_body: int = 8 * 2**20,
+        queue: int = 1024,
         file: Path | None = None,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -90,7 +93,9 @@ class Gateway:
         self._file = file
         self._note = note
         self._started = int(time.time())
-        self._runner: web.AppRunner | None = None
+        self._connections = connections
+        self._bodies = Bodies(max_body)
+        self._runner: web.ServerRunner | None = None
         self._completions = Completions(
             engine=engine,
             chat=chat,
@@ -99,6 +104,7 @@ class Gateway:
             vocabulary=vocabulary,
             stop_token_ids=stop_token_ids,
             note=note,
+            queue=queue,
         )
 
     @property
@@ -109,15 +115,8 @@ class Gateway:
 
     async def start(self) -> None:
         """Listen, and report the address. Raises `UserError` if the port is in use."""
-        app = web.Application(middlewares=[self._guarded], client_max_size=LARGEST_BODY)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/v1/models/{model:.+}", self._one_model)
-        app.router.add_post("/v1/chat/completions", self._complete)
-        app.router.add_post("/v1/completions", self._complete)
-        app.router.add_post("/v1/sessions", self._take)
-        app.router.add_post("/v1/sessions/{id}/reward", self._reward)
-        # When a client disconnects, its request is cancelled, and the engines are told.
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS)
+        server = LimitedServer(self._answer, allowed_connections(self._connections))
+        self._runner = web.ServerRunner(server, shutdown_timeout=CLOSE_SECONDS)
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, self._bind, self._port).start()
@@ -125,6 +124,7 @@ class Gateway:
             await self._runner.cleanup()
             self._runner = None
             raise UserError(f"[gateway] port: cannot listen on {self._bind}:{self._port}: {error.strerror}") from error
+        self._sweep = asyncio.create_task(server.sweep(), name="close idle connections")
         self._port = self._runner.addresses[0][1]
         where = ""
         if self._file is not None:
@@ -136,8 +136,10 @@ class Gateway:
         """End every session and stop listening. Idempotent."""
         self.sessions.close()
         if self._runner is not None:
+            self._sweep.cancel()
             await self._runner.cleanup()
             self._runner = None
+        self._completions.close()
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
@@ -161,21 +163,52 @@ class Gateway:
 
     # ---- endpoints
 
-    async def _models(self, request: web.Request) -> web.StreamResponse:
-        return _json({"object": "list", "data": [self._described()]})
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a request. A client without a valid key is not read any further."""
+        known = False
+        try:
+            session = self._session_of(request)
+            known = True
+            return await self._route(request, session)
+        except ApiError as error:
+            answer = _json(error.body(), status=error.status)
+            if error.retry_after is not None:
+                answer.headers["retry-after"] = str(error.retry_after)
+        if not request.content.is_eof():
+            await drain(request)
+        if not known or not request.content.is_eof():
+            answer.force_close()
+        return answer
 
-    async def _one_model(self, request: web.Request) -> web.StreamResponse:
-        if request.match_info["model"] != self._model:
-            raise ApiError(404, f"there is one model here: {self._model!r}", code="model_not_found")
-        return _json(self._described())
+    async def _route(self, request: web.BaseRequest, session: Session | None) -> web.StreamResponse:
+        match request.method, request.path.removeprefix("/v1/").split("/"):
+            case "GET", ["models"]:
+                return _json({"object": "list", "data": [self._described()]})
+            case "GET", ["models", *name]:
+                if "/".join(name) != self._model:
+                    raise ApiError(404, f"there is one model here: {self._model!r}", code="model_not_found")
+                return _json(self._described())
+            case "POST", ["chat", "completions"]:
+                async with self._bodies.read(request) as body:
+                    return await self._complete(request, read_body(body, ChatRequest), session)
+            case "POST", ["completions"]:
+                async with self._bodies.read(request) as body:
+                    return await self._complete(request, read_body(body, TextRequest), session)
+            case "POST", ["sessions"]:
+                if session is not None:
+                    raise ApiError(403, "the key of a session cannot take another session")
+                async with self._bodies.read(request) as body:
+                    return await self._take(read_body(body or b"{}", _TakeBody))
+            case "POST", ["sessions", id, "reward"]:
+                async with self._bodies.read(request) as body:
+                    return self._reward(id, session, read_body(body, Reward))
+            case _:
+                raise ApiError(404, f"there is no {request.method[:20]!a} {request.path[:200]!a} here")
 
     def _described(self) -> dict[str, Any]:
         return {"id": self._model, "object": "model", "created": self._started, "owned_by": "headrace"}
 
-    async def _take(self, request: web.Request) -> web.StreamResponse:
-        if self._session_of(request) is not None:
-            raise ApiError(403, "the key of a session cannot take another session")
-        body = read_body(await request.read() or b"{}", _TakeBody)
+    async def _take(self, body: _TakeBody) -> web.StreamResponse:
         session = await self.sessions.take(body.wait, self.session_seconds)
         if session is None:
             raise ApiError(503, f"no session was open within {body.wait:g} s: ask again", code="no_session")
@@ -191,74 +224,69 @@ class Gateway:
             }
         )
 
-    async def _reward(self, request: web.Request) -> web.StreamResponse:
-        session = self.sessions.get(request.match_info["id"])
-        own = self._session_of(request)
+    def _reward(self, id: str, own: Session | None, reward: Reward) -> web.StreamResponse:
+        session = self.sessions.get(id)
         if own is not None and own is not session:
             raise ApiError(403, f"the key of session {own.id} cannot give the reward of another one")
-        reward = read_body(await request.read(), Reward)
         session.settle(reward)
         return _json({"id": session.id, "reward": reward.reward})
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        kind: type[ChatRequest | TextRequest] = ChatRequest if request.path == "/v1/chat/completions" else TextRequest
-        want = read_body(await request.read(), kind)
+    async def _complete(
+        self, request: web.BaseRequest, want: ChatRequest | TextRequest, session: Session | None
+    ) -> web.StreamResponse:
         want.check()
-        session = self._session_of(request)
         shape = ResponseShape(want, self.chat)
         if want.stream:
             return await self._stream(request, want, session, shape)
         return _json(shape.whole(await self._completions.answer(want, session)))
 
     async def _stream(
-        self, request: web.Request, want: ChatRequest | TextRequest, session: Session | None, shape: ResponseShape
+        self, request: web.BaseRequest, want: ChatRequest | TextRequest, session: Session | None, shape: ResponseShape
     ) -> web.StreamResponse:
         """Answer with server-sent events. No status is sent before the first event, so a refusal can have its own."""
         response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
         turn = asyncio.Lock()
 
+        async def write(chunk: bytes) -> None:
+            # A client that reads nothing must not hold its connection for ever. The timeout ends as if it had left.
+            try:
+                async with asyncio.timeout(WRITE_SECONDS):
+                    await response.write(chunk)
+            except TimeoutError:
+                raise ConnectionResetError("the client does not read its answer") from None
+
         async def open_() -> None:
             if not response.prepared:
                 await response.prepare(request)
                 for number in range(want.choices if isinstance(want, ChatRequest) else 0):
-                    await response.write(_event(shape.first(number)))
+                    await write(_event(shape.first(number)))
 
         async def say(number: int, text: str, streamed: StreamedAnswer) -> None:
             async with turn:  # Choices are sampled at the same time; their events must not mix.
                 await open_()
                 for chunk in shape.piece(number, text, streamed):
-                    await response.write(_event(chunk))
+                    await write(_event(chunk))
 
         try:
             answered = await self._completions.answer(want, session, say)
             await open_()
             if want.stream_options is not None and want.stream_options.include_usage:
-                await response.write(_event(shape.last(answered)))
+                await write(_event(shape.last(answered)))
         except ApiError as error:
             if not response.prepared:
                 raise
-            await response.write(_event(error.body()))
+            await write(_event(error.body()))
         except ConnectionError:
             # The client has disconnected. In a session the tokens so far are recorded, because it may have read them.
+            request.protocol.force_close()
             return response
-        await response.write(b"data: [DONE]\n\n")
+        await write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
 
     # ---- authentication
 
-    @web.middleware
-    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            self._session_of(request)
-            return await handler(request)
-        except ApiError as error:
-            return _json(error.body(), status=error.status)
-        except web.HTTPException as error:
-            refusal = ApiError(error.status, f"{request.method} {request.path[:200]!a}: {error.reason}")
-            return _json(refusal.body(), status=error.status)
-
-    def _session_of(self, request: web.Request) -> Session | None:
+    def _session_of(self, request: web.BaseRequest) -> Session | None:
         """Return the session that a request belongs to, if any. Raises `ApiError` for a request without a valid key."""
         key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
         named = request.headers.get(SESSION_HEADER, "")

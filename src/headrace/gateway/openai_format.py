@@ -220,6 +220,11 @@ class ChatRequest(CompletionRequest, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
+    @property
+    def characters(self) -> int:
+        """The number of characters that the policy would have to read, at least."""
+        return sum(len(message["content"]) for message in self.messages)
+
     def check(self) -> None:
         """See `CompletionRequest`. Messages lose their empty fields, and tools that may not be used are removed."""
         super().check()
@@ -245,6 +250,11 @@ class TextRequest(CompletionRequest, kw_only=True, forbid_unknown_fields=True):
     best_of: int | None = None
     echo: bool | None = None
     suffix: str | None = None
+
+    @property
+    def characters(self) -> int:
+        """The number of characters or token ids that the policy would have to read."""
+        return len(self.prompt)
 
     def check(self) -> None:
         """See `CompletionRequest`. The prompt becomes one text or one list of token ids."""

@@ -32,6 +32,8 @@ History = tuple[str, ...]
 
 NOTHING = Trace.of_context(np.zeros(0, np.int32))
 """A trace without tokens."""
+WAITING = 32
+"""The most requests that a session may have at the same time, of which one is answered."""
 _COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
 _ENCODER = msgspec.json.Encoder(order="deterministic")
 
@@ -268,6 +270,8 @@ class Session:
         """
         task = asyncio.current_task()
         assert task is not None
+        if len(self._running) >= WAITING:
+            raise ApiError(429, f"session {self.id} has {WAITING} requests already", code="busy", retry_after=1)
         self._running.add(task)
         try:
             async with asyncio.timeout(self.seconds_left()), self._lock:

@@ -27,7 +27,7 @@ from headrace.channel.events import Events
 from headrace.cluster.launchers.local import make_launcher
 from headrace.cluster.mps import Mps, sweep_daemons
 from headrace.cluster.supervision import Fleet
-from headrace.config import Config, dump_config, with_settings
+from headrace.config import AgentTaskConfig, Config, dump_config, with_settings
 from headrace.config.file_digests import check_digests
 from headrace.config.memory import longest_sequence
 from headrace.config.model_dir import model_facts
@@ -242,6 +242,7 @@ class RunSession:
         from headrace.gateway.gateway import KEY_VARIABLE, Gateway
 
         facts = model_facts(Path(config.model.path), config.model.weights)
+        agents = config.task.workers * config.task.concurrency if isinstance(config.task, AgentTaskConfig) else 0
         return Gateway(
             pool,
             self._chat,
@@ -256,6 +257,9 @@ class RunSession:
             stop_token_ids=tuple(self._chat.token_id(token) for token in config.rollouts.stop),
             agents=None if own is None else own.agents,
             session_seconds=config.pipeline.stall_seconds if own is None else own.timeout,
+            connections=max(config.gateway.connections, 2 * agents),
+            max_body=config.gateway.max_body,
+            queue=max(config.gateway.queue, 2 * agents),
             file=self.run_dir.path / "gateway.json",
             note=self.progress.note,
         )

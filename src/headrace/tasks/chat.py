@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -102,6 +103,11 @@ class ChatFormat:
     def decode(self, token_ids: Sequence[int] | npt.NDArray[np.integer[Any]], *, skip_special: bool = True) -> str:
         """Return the text of these tokens, for scorers and people."""
         return self._tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=skip_special)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """The number of characters of the longest token. Longer texts than so many a token are not worth encoding."""
+        return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def token_id(self, token: str) -> int:
         """Return the id of one token by its text (for `[rollouts] stop`)."""
