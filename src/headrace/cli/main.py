@@ -101,6 +101,7 @@ def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False
     from headrace.config import dump_config, load_config
     from headrace.config.memory import estimate
     from headrace.config.model_dir import model_facts
+    from headrace.config.remarks import dtypes, remarks
     from headrace.pipeline.inputs import count_prompts
 
     loaded = load_config(config, settings or [])
@@ -113,7 +114,9 @@ def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False
         "on_stale": buffer.on_stale if buffer.max_lag is not None else None,
         "train_prompts": train_prompts,
         "heldout_prompts": heldout_prompts,
+        "dtypes": dtypes(loaded),
         **estimate(loaded, facts),
+        "remarks": remarks(loaded, facts),
     }
     if as_json:
         typer.echo(json.dumps({"config": msgspec.to_builtins(loaded), **found}, indent=2))
@@ -137,9 +140,11 @@ def _check_lines(found: dict[str, Any]) -> list[str]:
         f"model       {found['architecture']}, {found['parameters'] / 1e6:.1f}M parameters",
         f"prompts     {found['train_prompts']} to train on, {found['heldout_prompts']} held out",
         f"lag         at most {found['lag_bound']} versions; {found['slots']} groups under way{slow}",
+        "dtypes      engines serve in {engine}, the trainer computes in {trainer}".format(**found["dtypes"]),
         f"memory      {trainer} {size['trainer']}{offloaded}, each engine {size['engine']}, shared {size['shared']}",
         f"bottleneck  {found['bottleneck']} (an estimate: generation {found['generation_seconds']:.2g} s, "
         f"training {found['training_seconds']:.2g} s a version)",
+        *(f"note        {remark}" for remark in found["remarks"]),
     ]
 
 

@@ -198,6 +198,11 @@ def _head(config: Config, facts: ModelFacts, copy: int, *, on_gpu: bool) -> int:
     return logits * a_logit + is_trained * (8 + copy) * facts.vocabulary * facts.hidden
 
 
+def runs_on_gpu(device: str) -> bool:
+    """Return whether a process with this `device` key takes a GPU of this host."""
+    return device == "cuda" or (device == "auto" and GPU_DRIVER.exists())
+
+
 def estimate(config: Config, facts: ModelFacts) -> dict[str, Any]:
     """Estimate the memory of each process in bytes, the seconds per version on each side, and the slower side.
 
@@ -209,7 +214,7 @@ def estimate(config: Config, facts: ModelFacts) -> dict[str, Any]:
     generation = _generation(config, facts, answers, tokens) / engine.processes
     prompts = PROMPT_TOKENS / (rollouts.group_size if config.training.share_prefixes else 1)
     training = _training(config, facts, answers * (tokens + prompts))
-    on_gpu = config.training.device == "cuda" or (config.training.device == "auto" and GPU_DRIVER.exists())
+    on_gpu = runs_on_gpu(config.training.device)
     served = facts.parameters * BYTES[config.model.dtype]
     longest = longest_sequence(engine.max_length, facts.max_positions)
     cache = engine.cache_tokens or engine.slots * min(longest, PROMPT_TOKENS + rollouts.max_tokens)

@@ -14,6 +14,9 @@ SHARDS = Path("trainer") / "shards"
 """The folder in which a checkpoint of several ranks keeps the shards of weights and optimizer."""
 
 
+TOKENIZER = "tokenizer.json"
+
+
 class ModelFacts(Struct, frozen=True, kw_only=True):
     """The figures of a model, read from its files."""
 
@@ -48,20 +51,49 @@ def check_model_dir(path: Path, weights: str, *, tokenizer: bool = False, key: s
                 f"{key}: {path} is a checkpoint of several ranks (headrace export RUN_DIR --to hf makes a model of it)"
             )
         raise ModelError(f'{key}: {path} has no *.safetensors weights (or set [model] weights = "random")')
-    if tokenizer and not (path / "tokenizer.json").is_file():
-        raise ModelError(f"{key}: {path} has no tokenizer.json")
+    if tokenizer and not (path / TOKENIZER).is_file():
+        raise ModelError(f"{key}: {path} has no {TOKENIZER}")
     return config
 
 
-def check_teacher(path: Path, model: dict[str, Any]) -> None:
-    """Raise `ModelError` unless the teacher's directory is complete and its vocabulary as large as the model's."""
+def check_teacher(path: Path, model: Path, weights: str = "load") -> None:
+    """Raise `ModelError` unless the teacher's directory is complete and the teacher knows the model's tokens.
+
+    Every token of the model's tokenizer must be the same token of the teacher's. Embeddings may have more rows than the
+    tokenizer has tokens, but the teacher must have a row for every row of the model. A teacher's directory without a
+    tokenizer is taken as it is, if both have as many rows.
+    """
     key = "[algorithm] teacher"
     theirs, ours = (
-        config.get("text_config", config).get("vocab_size")
-        for config in (check_model_dir(path, "load", key=key), model)
+        int(config.get("text_config", config).get("vocab_size", 0))
+        for config in (check_model_dir(path, "load", key=key), check_model_dir(model, weights))
     )
-    if theirs != ours:
-        raise ModelError(f"{key}: {path} has a vocabulary of {theirs} tokens, the model one of {ours}")
+    if not (path / TOKENIZER).is_file():
+        if theirs != ours:
+            raise ModelError(f"{key}: {path} has a vocabulary of {theirs} tokens, the model one of {ours}")
+        return
+    known = {id: token for token, id in _vocabulary(path, key).items()}
+    for token, id in sorted(_vocabulary(model, "[model] path").items(), key=lambda pair: pair[1]):
+        if known.get(id) != token:
+            there = f"is {known[id]!r} there" if id in known else "does not exist there"
+            raise ModelError(f"{key}: {path} has another tokenizer: token {id}, {token!r} in the model, {there}")
+    if theirs < ours:
+        raise ModelError(
+            f"{key}: {path} has an embedding of {theirs} rows, the model one of {ours}; the teacher could not score "
+            "every token that the model can draw"
+        )
+
+
+def _vocabulary(path: Path, key: str) -> dict[str, int]:
+    """Return the id of every token of the directory's tokenizer."""
+    from tokenizers import Tokenizer  # loaded late: most commands need no tokenizer
+
+    try:
+        tokenizer: Tokenizer = Tokenizer.from_file(str(path / TOKENIZER))
+    except Exception as error:  # the library raises bare Exceptions
+        raise ModelError(f"{key}: {path / TOKENIZER} cannot be read: {error}") from error
+    found: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    return found
 
 
 def model_facts(path: Path, weights: str) -> ModelFacts:

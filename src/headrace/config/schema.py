@@ -62,7 +62,8 @@ class ModelConfig(Section, frozen=True):
     `config.json` and `tokenizer.json`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype in which engines serve the model. The trained weights (with [lora], the adapter) are float32 in the
-    trainer in both cases. `[training] compute_dtype` is the dtype of the trainer's passes."""
+    trainer in both cases, so float32 is served without rounding. `[training] compute_dtype` is the dtype of the
+    trainer's passes, bfloat16 on a GPU; with another dtype here, ratios are not exactly 1 at lag 0."""
 
 
 class TaskSection(Section, frozen=True, tag_field="kind"):
@@ -222,17 +223,17 @@ class RolloutsConfig(Section, frozen=True):
     """Exclude tokens whose probability is below this share of the likeliest token's probability."""
     keep_routing: bool = True
     """Mixture-of-experts models: record the experts of each sampled token (2 bytes for each expert in each layer), and
-    use the same experts in training. Without this, the trainer's routers choose again."""
+    use the same experts in training. Without this, the trainer's routers choose again. It does not apply to agents."""
     min_group: Positive | None = None
     """Close a group without its stragglers when this many of its answers have ended and `straggler_seconds` have
-    passed. By default a group waits for all its answers."""
+    passed. What is trained is then shorter than what is generated. By default a group waits for all its answers."""
     straggler_seconds: PositiveFloat = 60.0
     """Seconds from the start of a group after which `min_group` applies."""
     curriculum: bool = False
     """Choose prompts by difficulty. Prompts that were solved rest for some epochs; prompts that no answer solved come
     again sooner. An answer with a reward of at least 1 counts as solved."""
     stop: list[str] = []
-    """Tokens that end a turn, in addition to the model's own end tokens."""
+    """Tokens that end a turn, in addition to the model's own end tokens. They are part of the turn's text."""
 
     @property
     def truncates(self) -> bool:
@@ -318,7 +319,7 @@ class AlgorithmConfig(Section, frozen=True):
     """The sampler's share in the interpolated proximal policy of decoupled_ppo. By default 1 / lag of the token, and 0
     at lag 0."""
     teacher: str | None = None
-    """distillation: the directory of the model to learn from. Its vocabulary must be that of the trained model."""
+    """distillation: the directory of the model to learn from. Its tokenizer must be that of the trained model."""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
     """The estimate of the divergence from the reference policy that is added to the loss. It needs one more forward
     pass. The reference is a copy of the weights before the first policy step, after a warm start if there is one. With
@@ -501,7 +502,7 @@ class EvaluateConfig(Section, frozen=True):
     during: NonNegative = 0
     """The number of prompts of each evaluation during the run. 0 takes all."""
     samples: Positive = 1
-    """The number of answers per prompt, for pass@k."""
+    """The number of answers per prompt, for pass@k. They differ only at a temperature above 0."""
     temperature: NonNegativeFloat = 0.0
     """The sampling temperature of evaluations. 0 is greedy."""
 

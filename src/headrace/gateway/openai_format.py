@@ -84,7 +84,8 @@ class StreamedAnswer:
         self.token_ids += [int(token) for token in delta.token_ids]
         self.logprobs += [float(logprob) for logprob in delta.logprobs]
         self.versions += [int(version) for version in delta.versions]
-        spoken = self.token_ids[:-1] if delta.finish == "stop" else self.token_ids
+        ended = delta.finish == "stop" and not {*self.token_ids[-1:]}.isdisjoint(self._chat.stop_token_ids)
+        spoken = self.token_ids[:-1] if ended else self.token_ids
         text = self._chat.decode(spoken)
         at = self._stop_at(text)
         if at is not None:

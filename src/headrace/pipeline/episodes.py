@@ -63,6 +63,7 @@ class Episodes:
                     sampling=self._sampling(str(group.id), index, rollouts.temperature, rollouts.truncates),
                     group=str(group.id),
                     max_turns=rollouts.max_turns,
+                    max_length=self._parts.max_length,
                     keep_routing=rollouts.keep_routing,
                     prefix=(prefixes or {}).get(index),
                     saved=(saved or {}).get(f"{group.id}/{index}", ()),
@@ -83,6 +84,7 @@ class Episodes:
                 group=name,
                 priority=HELDOUT_PRIORITY,
                 max_turns=self._config.rollouts.max_turns,
+                max_length=self._parts.max_length,
             )
         )
 

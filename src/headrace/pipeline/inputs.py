@@ -74,9 +74,9 @@ def check_inputs(config: Config, reward: Scorer | None = None) -> tuple[ReadyTas
 def check_model(config: Config) -> ChatFormat:
     """Return the model's chat format. Raises if the directory is incomplete or does not know a stop token."""
     check_extensions(config)
-    model = check_model_dir(Path(config.model.path), config.model.weights, tokenizer=True)
+    check_model_dir(Path(config.model.path), config.model.weights, tokenizer=True)
     if config.algorithm.teacher is not None:
-        check_teacher(Path(config.algorithm.teacher), model)
+        check_teacher(Path(config.algorithm.teacher), Path(config.model.path), config.model.weights)
     chat = ChatFormat.load(config.model.path)
     for token in config.rollouts.stop:
         chat.token_id(token)

@@ -16,6 +16,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,8 @@ from headrace.cluster.supervision import Fleet
 from headrace.config import AgentTaskConfig, Config, dump_config, with_settings
 from headrace.config.file_digests import check_digests
 from headrace.config.memory import longest_sequence
-from headrace.config.model_dir import model_facts
+from headrace.config.model_dir import ModelFacts, model_facts
+from headrace.config.remarks import remarks
 from headrace.delivery.setup import clean, prepare
 from headrace.engines.pool import EnginePool
 from headrace.engines.serving import RemoteEngine
@@ -131,6 +133,8 @@ class RunSession:
 
     async def _execute(self) -> None:
         self.progress.start()
+        for remark in remarks(self.config, self._facts):
+            self.progress.note(remark)
         workers: Workers | None = None
         try:
             workers = Workers(self.config, self.run_dir)
@@ -225,6 +229,7 @@ class RunSession:
             remote=workers.engines,
             scoring=self._task.scoring,
             agents=self._gateway.episode if self._gateway is not None and isinstance(task, AgentTask) else None,
+            max_length=self._longest_sequence,
         )
         journal.meta("name", config.run.name)
         journal.meta("started", clock.wall)
@@ -241,7 +246,6 @@ class RunSession:
         # The gateway's HTTP library is loaded only when it is used.
         from headrace.gateway.gateway import KEY_VARIABLE, Gateway
 
-        facts = model_facts(Path(config.model.path), config.model.weights)
         agents = config.task.workers * config.task.concurrency if isinstance(config.task, AgentTaskConfig) else 0
         return Gateway(
             pool,
@@ -250,8 +254,8 @@ class RunSession:
             bind=config.gateway.bind,
             port=config.gateway.port,
             key=os.environ.get(KEY_VARIABLE),
-            max_length=longest_sequence(config.engine.max_length, facts.max_positions),
-            vocabulary=facts.vocabulary,
+            max_length=self._longest_sequence,
+            vocabulary=self._facts.vocabulary,
             max_tokens=config.rollouts.max_tokens,
             max_turns=config.rollouts.max_turns,
             stop_token_ids=tuple(self._chat.token_id(token) for token in config.rollouts.stop),
@@ -263,6 +267,14 @@ class RunSession:
             file=self.run_dir.path / "gateway.json",
             note=self.progress.note,
         )
+
+    @cached_property
+    def _facts(self) -> ModelFacts:
+        return model_facts(Path(self.config.model.path), self.config.model.weights)
+
+    @property
+    def _longest_sequence(self) -> int:
+        return longest_sequence(self.config.engine.max_length, self._facts.max_positions)
 
     async def _show_loop(self, controller: Controller) -> None:
         while True:

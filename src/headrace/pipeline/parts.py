@@ -47,6 +47,8 @@ class Parts:
     """The stage that scores every rollout. Without scorers, the environment or the agent gives the reward."""
     agents: EpisodeMaker | None = None
     """The maker of episodes if agents take the turns. If None, episodes come from the task's environments."""
+    max_length: int | None = None
+    """The length of the longest sequence that the engines take; None without a limit."""
     other_window: InitVar[Window | None] = None
     """Replaces the window of the configuration, to try another admission policy."""
 

@@ -73,6 +73,8 @@ class EpisodePlan:
     group: str = ""
     priority: int = 0
     max_turns: int = 1
+    max_length: int | None = None
+    """The length of the longest sequence that engines take, prompt included; None without a limit."""
     keep_routing: bool = False
     prefix: Trace | None = None
     """The tokens of an earlier attempt, including its opening, that the first turn continues from unchanged."""

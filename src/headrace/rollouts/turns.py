@@ -84,6 +84,7 @@ class Episode(AnyEpisode):
         self._saved = SavedTurns(plan.saved)
         self.discarded = self._saved.discarded
         self._stream = TokenStream()
+        self._max_length = math.inf if plan.max_length is None else plan.max_length
         self._opening_tokens = 0
         self._metrics: dict[str, float] = {}
         self._turns: list[Turn] = []
@@ -169,17 +170,21 @@ class Episode(AnyEpisode):
             turn_ids, finish = await self._sample_turn()
             stopped = finish == "stop"
             end = len(self._stream)
+            # A token of `[rollouts] stop`, such as a closing tag, is part of what was said; the end of the turn is not.
+            ended = stopped and not {*turn_ids[-1:].tolist()}.isdisjoint(self._chat.stop_token_ids)
             with foreign("chat.decode"):
-                text = self._chat.decode(turn_ids[:-1] if stopped else turn_ids)
+                text = self._chat.decode(turn_ids[:-1] if ended else turn_ids)
             self._turns.append(Turn(0, end - len(turn_ids), end, partial(str, text)))
             step = await self._step(text)
             self._metrics |= step.metrics
             if step.done or not stopped or len(self._turns) >= self.plan.max_turns or self._budget == 0:
                 ending: Ending = "finished" if stopped and step.done else "truncated"
                 return self._rollout(ending, reward=_reward(step))
-            ended = int(turn_ids[-1]) in self._chat.stop_token_ids
             with foreign("chat.continue_"):
                 context = self._chat.continue_(step.messages, ended=ended)
+            if len(self._stream) + len(context) >= self._max_length:
+                # The environment's words leave no room for an answer, so nobody reads them.
+                return self._rollout("truncated", reward=_reward(step))
             self._expect(context)
             self._tell(self._stream.append_context(context))
 

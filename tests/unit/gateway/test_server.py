@@ -160,6 +160,23 @@ async def test_plain_completions_and_stop_strings() -> None:
     assert more.choices[0].text == CHAT.decode(second.sampled) and len(second.sampled) == 2
 
 
+async def test_friction_59_an_agent_reads_the_runs_own_stop_token() -> None:
+    """The token may be the end of a call: without it, the agent could not read the call."""
+    async with serving(fake_engine(lengths=None)) as gateway:
+        session = opened(gateway)
+        free = fake_engine().policy
+        seed = derive_seed(session.sampling.seed, "request 0", 0)
+        start = len(CHAT.open(HI))
+        drawn = [free.draw(Sampling(max_tokens=3, seed=seed), start + at, 3)[0] for at in range(3)]
+        assert END not in drawn
+        session.sampling = msgspec.structs.replace(session.sampling, stop_token_ids=(END, drawn[2]))
+        async with client(gateway, session) as api:
+            answer = await api.chat.completions.create(model="tiny", messages=HI)
+    (turn,) = session.conversation.turns
+    assert turn.sampled[-1] == drawn[2] and not turn.ended
+    assert answer.choices[0].message.content == CHAT.decode(turn.sampled)
+
+
 async def test_without_a_session_the_client_chooses_and_nothing_is_recorded() -> None:
     engine = fake_engine(lengths=None)
     async with serving(engine) as gateway, client(gateway) as api:

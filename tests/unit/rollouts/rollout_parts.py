@@ -96,6 +96,7 @@ def episode(
     prompt: Prompt | None = None,
     max_tokens: int = 200,
     max_turns: int = 4,
+    max_length: int | None = None,
     seed: int = 5,
     stop: tuple[int, ...] = (),
     scoring: Stage | None = None,
@@ -106,6 +107,7 @@ def episode(
         prompt=prompt or Prompt(id="p", messages=[{"role": "user", "content": "hi"}]),
         sampling=Sampling(max_tokens=max_tokens, seed=seed, stop_token_ids=stop),
         max_turns=max_turns,
+        max_length=max_length,
     )
     engine = engine or FakeEngine(version=1, lengths=[6, 4, 8])
     return Episode(plan, environment, engine, chat or TinyChat(), scoring)

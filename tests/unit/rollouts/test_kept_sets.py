@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from headrace.algorithms.assemble import assemble
 from headrace.channel.codec import decode, encode
-from headrace.config.model_dir import check_teacher
-from headrace.errors import ChannelError, ModelError
+from headrace.errors import ChannelError
 from headrace.rollouts.stream import TokenStream
 from headrace.types import Batch, Group, Kept, Prompt, Rollout, Trace
 
@@ -68,13 +64,3 @@ def test_a_batch_has_the_sets_of_all_its_traces_and_travels_with_them() -> None:
     assert lists(batch.kept) == [[], [], [], [], [], [4, 5], [6], [7, 8, 9], [], [8]]
     group.rollouts.pop()
     assert assemble([group], step=1, version=0, **rest).kept is None
-
-
-def test_a_teacher_of_another_vocabulary_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"\[algorithm\] teacher: .*nowhere is not a directory"):
-        check_teacher(tmp_path / "nowhere", {"vocab_size": 10})
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 11}))
-    (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ModelError, match=r"\[algorithm\] teacher: .* a vocabulary of 11 tokens, the model one of 10"):
-        check_teacher(tmp_path, {"vocab_size": 10})
-    check_teacher(tmp_path, {"text_config": {"vocab_size": 11}})

@@ -58,7 +58,7 @@ async def test_several_turns_grow_one_trace_and_nothing_is_rendered_twice() -> N
     assert chat.decoded == [trace.token_ids[a:b].tolist() for a, b in ((6, 11), (17, 20), (25, 32))]
 
 
-async def test_a_turn_that_ends_with_another_stop_token_is_closed_by_the_chat_format() -> None:
+async def test_friction_59_a_turn_that_ends_with_another_stop_token_is_heard_whole_and_closed() -> None:
     engine = FakeEngine(version=1)
     for seed in range(100):
         drawn = [engine.policy.draw(Sampling(max_tokens=3, seed=seed), 6 + i, 1)[0] for i in range(3)]
@@ -69,7 +69,7 @@ async def test_a_turn_that_ends_with_another_stop_token_is_closed_by_the_chat_fo
     rollout = await run(one)
     assert rollout.traces[0].token_ids[6:14].tolist() == [*drawn, END, USER, ord("a") % 59, END, ASSISTANT]
     assert rollout.traces[0].trained[6:14].tolist() == [True] * 3 + [False] * 5
-    assert chat.decoded[0] == drawn[:2]
+    assert chat.decoded[0] == drawn, "only the end of a turn is not part of what was said"
 
 
 async def test_a_prompt_of_plain_text_is_encoded_as_it_is() -> None:
@@ -98,6 +98,17 @@ async def test_an_episode_cut_before_its_environment_is_done(
         episode(environment, FakeEngine(version=1, lengths=lengths), max_tokens=max_tokens, max_turns=max_turns)
     )
     assert (rollout.ending, rollout.reward) == ("truncated", 0.0)
+    assert rollout.traces[0].trained[-1], "an answer that nobody reads is not part of the trace"
+    assert environment.closed == 1
+
+
+@pytest.mark.parametrize(("max_length", "turns"), [(17, 1), (18, 2), (25, 2), (26, 3)])
+async def test_friction_48_a_conversation_without_room_is_truncated_in_its_group(max_length: int, turns: int) -> None:
+    """An opening of 6 tokens, turns of 6, 4 and 8, and what the environment says: 5 tokens, then 4."""
+    environment = Script(says("ab"), says("c"), done(1.0))
+    rollout = await run(episode(environment, FakeEngine(version=1, lengths=[6, 4, 8]), max_length=max_length))
+    assert rollout.metrics["turns"] == turns == len(environment.heard)
+    assert (rollout.ending, rollout.reward) == (("truncated", 0.0) if turns < 3 else ("finished", 1.0))
     assert rollout.traces[0].trained[-1], "an answer that nobody reads is not part of the trace"
     assert environment.closed == 1
 

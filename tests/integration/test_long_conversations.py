@@ -1,0 +1,69 @@
+"""Conversations that outgrow the longest sequence of the engines, in a real run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from runs import QUICKSTART, small_settings
+
+from headrace import Run
+from headrace.config import load_config
+from headrace.observe.progress import NoProgress
+from headrace.pipeline.launch import start_run
+
+TALKATIVE = """
+from headrace import EnvironmentStep, Prompt
+
+
+class Task:
+    heldout = []
+
+    def __init__(self, *, seed, heldout):
+        self.train = [Prompt(id=str(n), messages=[{"role": "user", "content": f"{n}"}]) for n in range(20)]
+
+    def episode(self, prompt):
+        return Episode(prompt)
+
+    def demonstration(self, prompt):
+        return None
+
+    async def close(self):
+        pass
+
+
+class Episode:
+    def __init__(self, prompt):
+        self.prompt = prompt
+
+    async def reset(self):
+        return self.prompt.messages
+
+    async def step(self, completion):
+        return EnvironmentStep(messages=[{"role": "user", "content": "1234567890"}])
+
+    async def close(self):
+        pass
+"""
+
+
+def test_friction_48_long_conversations_are_trained_as_truncated(tmp_path: Path) -> None:
+    (tmp_path / "talkative.py").write_text(TALKATIVE)
+    text = QUICKSTART.read_text()
+    start, end = text.index("[task]"), text.index("[", text.index("[task]") + 1)
+    task = f'[task]\nkind = "environment"\nfactory = "{tmp_path}/talkative.py:Task"\n\n'
+    (tmp_path / "run.toml").write_text(text[:start] + task + text[end:])
+    settings = small_settings(
+        tmp_path,
+        "run.versions=1",
+        "warm_start.steps=0",
+        "evaluate.prompts=0",
+        "buffer.depth=0",
+        "engine.max_length=48",
+        "rollouts.max_tokens=200",
+        "rollouts.max_turns=20",
+    )
+    run = Run(start_run(load_config(tmp_path / "run.toml", settings), NoProgress()).run_dir.path)
+    rollouts = list(run.rollouts())
+    assert {(rollout.ending, rollout.reward) for rollout in rollouts} == {("truncated", 0.0)}
+    assert len(rollouts) == 16 and all(len(rollout.traces[0]) <= 48 for rollout in rollouts)
+    assert any(not rollout.traces[0].trained[rollout.traces[0].trained.argmax() :].all() for rollout in rollouts)
