@@ -92,6 +92,18 @@ async def test_a_mistake_is_told_with_its_line_and_exit_code(launcher: Launcher,
     assert (tmp_path / "logs" / "engine-3.log").read_text().strip().endswith(exited.last_lines.splitlines()[-1])
 
 
+async def test_the_lines_of_an_earlier_start_are_not_told_again(launcher: Launcher, spec: WorkerSpec) -> None:
+    """The log of all starts is one file, and what killed this process is not in it."""
+    log = Path(spec.run_dir) / "logs" / f"{spec.name}.log"
+    log.parent.mkdir()
+    log.write_text("Traceback of the process before\n")
+    await launcher.start(spec)
+    await until(lambda: seen(spec.run_dir))
+    os.kill(next(iter(seen(spec.run_dir))), signal.SIGKILL)
+    exited = await asyncio.wait_for(launcher.next_exit(), SECONDS)
+    assert (exited.code, exited.last_lines) == (-signal.SIGKILL, "")
+
+
 async def test_a_worker_is_seen_killed_told_and_started_again(launcher: Launcher, spec: WorkerSpec) -> None:
     for _ in range(2):
         await launcher.start(spec)

@@ -37,7 +37,8 @@ class _HostLauncher:
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         """Make a launcher; `environment` is added to that of every worker."""
         self._environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", **(environment or {})}
-        self._logs: dict[str, Path] = {}
+        self._logs: dict[str, tuple[Path, int]] = {}
+        """Worker -> its log, and how many bytes of it are of earlier starts."""
         self._exits: asyncio.Queue[Exit] = asyncio.Queue()
 
     async def next_exit(self) -> Exit:
@@ -50,7 +51,7 @@ class _HostLauncher:
         return logs / f"{spec.name}.log"
 
     def _report(self, name: str, code: int, lines: str = "") -> None:
-        self._exits.put_nowait(Exit(name=name, code=code, last_lines=lines or _last_lines(self._logs[name])))
+        self._exits.put_nowait(Exit(name=name, code=code, last_lines=lines or _last_lines(*self._logs[name])))
 
 
 class LocalLauncher(_HostLauncher):
@@ -63,7 +64,8 @@ class LocalLauncher(_HostLauncher):
 
     async def start(self, spec: WorkerSpec) -> None:
         """See `Launcher.start`."""
-        log = self._logs[spec.name] = self._log(spec)
+        log = self._log(spec)
+        self._logs[spec.name] = log, _size(log)
         command = [sys.executable, "-m", "headrace.cluster.worker_main", *spec.arguments]
         process = await _spawn(command, log, {**self._environment, "PYTHONUNBUFFERED": "1"})
         self._processes[spec.name] = process
@@ -113,7 +115,7 @@ class ForkedLauncher(_HostLauncher):
         async with self._opening:
             if self._server is None:
                 await self._connect(log.parent / "fork_server.log")
-        self._logs[spec.name] = log
+        self._logs[spec.name] = log, _size(log)
         self._idle.clear()
         self._send(
             Start(
@@ -233,6 +235,11 @@ async def _spawn(command: list[str], log: Path, environment: Mapping[str, str], 
         )
 
 
-def _last_lines(log: Path) -> str:
-    text = log.read_text(errors="replace") if log.is_file() else ""
+def _size(log: Path) -> int:
+    return log.stat().st_size if log.is_file() else 0
+
+
+def _last_lines(log: Path, start: int = 0) -> str:
+    """Return the last lines of a log, of those after its first `start` bytes."""
+    text = log.read_bytes()[start:].decode(errors="replace") if log.is_file() else ""
     return "\n".join(text.strip().splitlines()[-LAST_LINES:])
