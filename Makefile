@@ -14,7 +14,7 @@ THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # Compiled bytecode is kept, also where the environment forbids it: tests start hundreds of processes.
 THREADS += PYTHONDONTWRITEBYTECODE=
 
-.PHONY: setup quickstart quickstart-control test lint fmt docs unit slow gpu chaos attack examples smollm2 vllm test-vllm clean
+.PHONY: setup quickstart quickstart-control test lint fmt docs unit slow gpu chaos attack kills examples smollm2 vllm test-vllm clean
 
 setup: $(STAMP)
 
@@ -67,6 +67,10 @@ chaos: setup
 COUNT ?= 20
 attack: setup
 	PYTHONPATH=tests:tests/integration $(THREADS) $(BIN)/python tests/attack --count $(COUNT) $(OPTIONS)
+
+# A hundred kills over nine runs, each compared with the same run undisturbed; takes a quarter of an hour.
+kills: setup
+	PYTHONPATH=tests:tests/integration $(THREADS) $(BIN)/python tests/attack/kills.py $(OPTIONS)
 
 # Every shipped TOML but the quickstart's, for two versions, and deliveries of the real model that is fetched for them.
 examples: setup

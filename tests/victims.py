@@ -45,6 +45,8 @@ class Victim:
         self.versions = versions
         self.killed: Counter[str] = Counter()
         self.resumed = 0
+        self._judged = 0
+        """How much of the log is of earlier commands."""
         self._log = directory / "run.log"
         self._deadline = time.monotonic() + seconds
         self._sockets = directory / "tmp"
@@ -117,8 +119,8 @@ class Victim:
         self._resume()
 
     def _resume(self) -> None:
-        # A run that was killed before it wrote its journal has nothing to resume.
         self.resumed += 1
+        self._judged = len(self.said(1 << 20))
         self.controller = self._start("resume", str(self.run_dir))
 
     def alive(self) -> bool:
@@ -127,7 +129,7 @@ class Victim:
             return False
         if self.controller.poll() is None:
             return True
-        if self.controller.returncode == 1 and self.resumed < 50 and RANK_DIED.search(self.said()):
+        if self.controller.returncode == 1 and RANK_DIED.search(self.said(1 << 20)[self._judged :]):
             self._resume()
             return True
         return False

@@ -20,6 +20,7 @@ from statistics import mean
 from typing import NamedTuple
 
 from on_processes import COMMON, CONFIGURATIONS, disturb
+
 from victims import Victim
 
 VERSIONS = 60

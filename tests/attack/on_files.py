@@ -14,9 +14,10 @@ import tomli_w
 from commands import SECONDS, Commands
 from model_mutations import mutate_model
 from mutations import LITERALS, Case, as_json, damaged, mutated_json, nasty
-from targets import AGENT, HELDOUT, PROMPTS, QUICKSTART, ROOT, Targets, set_all
+from targets import AGENT, HELDOUT, PROMPTS, QUICKSTART, Targets
 
 from headrace.config.schema import Config
+from victims import ROOT, set_all
 
 BASES = (QUICKSTART, QUICKSTART, AGENT, ROOT / "examples/vllm/vllm.toml")
 SMALL_DATA = {"path": str(PROMPTS), "heldout_path": str(HELDOUT)}
@@ -37,8 +38,6 @@ SLOW_READERS = (
     ("resume", "{run}", "--set", "run.versions=4"),
     ("replay", "{run}"),
 )
-UNCHECKED = ("digests.json", "manifest.json")
-"""A directory without these lists of digests is read as one that never had them."""
 
 
 def attack_config(random: Random, targets: Targets, commands: Commands) -> Case:
@@ -209,7 +208,7 @@ def _damage_one(directory: Path, random: Random) -> tuple[str, Path]:
 
 def _reads(command: list[str], original: Path, run: Path, path: Path) -> bool:
     """Return whether the command must read this file of a run, so that damage to it must be noticed."""
-    if not path.exists() or path.name in UNCHECKED:
+    if not path.exists():
         return False
     newest = max((run / "checkpoints").glob("step-*"), key=lambda step: int(step.name.split("-")[1]), default=run)
     if command[0] in ("export", "resume"):

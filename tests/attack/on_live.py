@@ -18,14 +18,14 @@ import msgspec
 import numpy as np
 import zmq
 from mutations import Case, as_json, damaged, mutated_json, nasty
-from targets import ROOT, Targets
+from targets import AGENT, Targets
 
 from headrace.channel.codec import pack
 from headrace.channel.heartbeats import Heartbeat, Hello, Ready
 from headrace.engines.base import Delta
 from headrace.engines.serving import Deltas
+from victims import ROOT, set_all
 
-EXAMPLE = ROOT / "examples/agent/agent.toml"
 SETTINGS = (
     "run.name=live", "run.versions=100000", "warm_start.steps=0", "rollouts.group_size=2", "buffer.groups=2",
     "evaluate.prompts=0", "observe.display=plain", "task.timeout=3600",
@@ -71,8 +71,8 @@ class LiveRun:
     def process(self) -> subprocess.Popen[bytes]:
         """The run's controller, once its gateway listens."""
         settings = [*SETTINGS, f"run.directory={self._targets.directory}"]
-        command = [sys.executable, "-m", "headrace", "gateway", str(EXAMPLE)]
-        command += [word for setting in settings for word in ("--set", setting)]
+        command = [sys.executable, "-m", "headrace", "gateway", str(AGENT)]
+        command += set_all(*settings)
         log = (self._targets.directory / "live.log").open("wb")
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
         deadline = time.monotonic() + START_SECONDS

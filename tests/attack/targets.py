@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -15,7 +14,8 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from victims import ROOT, count, set_all
+
 QUICKSTART = ROOT / "examples/quickstart/quickstart.toml"
 AGENT = ROOT / "examples/agent/agent.toml"
 PROMPTS = ROOT / "examples/agent/train.jsonl"
@@ -29,11 +29,6 @@ SMALL = (
 LORA = ("lora.rank=4",)
 RANKS = ("training.ranks=2",)
 SECONDS = 300.0
-
-
-def set_all(*settings: str) -> list[str]:
-    """Return the arguments of a command for these settings."""
-    return [word for setting in settings for word in ("--set", setting)]
 
 
 class Targets:
@@ -119,12 +114,3 @@ class Targets:
         command = [sys.executable, "-m", "headrace", *arguments]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
         assert done.returncode == 0, f"{arguments[0]} for the attack suite failed: {done.stderr[-2000:]}"
-
-
-def count(run_dir: Path, sql: str) -> int:
-    """Return the one number that a query of a run's journal gives; 0 while there is none."""
-    try:
-        with sqlite3.connect(f"file:{run_dir / 'journal.db'}?mode=ro", uri=True, timeout=10) as journal:
-            return int(journal.execute(sql).fetchone()[0])
-    except sqlite3.OperationalError:
-        return 0

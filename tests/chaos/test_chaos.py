@@ -5,30 +5,24 @@ Own command, because it takes minutes: `make chaos`. The moments and the victims
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import signal
 import sqlite3
-import subprocess
-import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
+from victims import ROOT, Victim
+
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800)]
 
-ROOT = Path(__file__).parents[2]
 SEED = int(os.environ.get("HEADRACE_CHAOS_SEED", "7"))
 VERSIONS = 150
 CHECKPOINT_EVERY = 10
 KILLS = ["engine-0", "trainer-0", "reward", "controller"] * 3
 RUN_SECONDS = 1500
 SETTINGS = (
-    "run.name=chaos",
-    f"run.versions={VERSIONS}",
     f"training.checkpoint_every={CHECKPOINT_EVERY}",
     "pipeline.restarts=10",
     "evaluate.every=0",
@@ -37,110 +31,33 @@ SETTINGS = (
 )
 
 
-class Chaos:
-    """A run as a shell starts it, and a hand that kills."""
-
-    def __init__(self, directory: Path) -> None:
-        self.run_dir = directory / "chaos"
-        self.log = (directory / "log.txt").open("w+")
-        settings = [part for setting in (*SETTINGS, f"run.directory={directory}") for part in ("--set", setting)]
-        self.process = self._start("train", str(ROOT / "examples/quickstart/quickstart.toml"), *settings)
-        self.deadline = time.monotonic() + RUN_SECONDS
-        self.killed: Counter[str] = Counter()
-
-    def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "headrace", *arguments]
-        return subprocess.Popen(command, stdout=self.log, stderr=self.log, cwd=ROOT, start_new_session=True)
-
-    def steps(self) -> int:
-        """Policy steps in the journal."""
-        try:
-            with sqlite3.connect(f"file:{self.run_dir / 'journal.db'}?mode=ro", uri=True, timeout=60) as db:
-                return db.execute("SELECT COUNT(*) FROM steps WHERE objective = 'policy'").fetchone()[0]
-        except sqlite3.OperationalError:
-            return 0
-
-    def wait_for_step(self, step: int) -> None:
-        """Until the journal has this step."""
-        while self.steps() < step:
-            assert self.process.poll() is None, f"the run ended:\n{self.output()}"
-            assert time.monotonic() < self.deadline, f"no step {step} in time:\n{self.output()}"
-            time.sleep(0.1)
-
-    def kill(self, victim: str) -> None:
-        """kill -9; the controller is resumed."""
-        if victim == "controller":
-            self.process.kill()
-            self.process.wait(30)
-            while self.children():  # They end by themselves.
-                assert time.monotonic() < self.deadline, "orphans stay"
-                time.sleep(0.1)
-            self.process = self._start("resume", str(self.run_dir))
-        else:
-            pids = self.children().get(victim, [])
-            if not pids:
-                return self._kill_later(victim)
-            os.kill(pids[0], signal.SIGKILL)
-        self.killed[victim] += 1
-        return None
-
-    def _kill_later(self, victim: str) -> None:
-        """It is just being started again."""
-        while victim not in self.children():
-            assert self.process.poll() is None, f"the run ended:\n{self.output()}"
-            assert time.monotonic() < self.deadline, f"{victim} does not come back"
-            time.sleep(0.1)
-        self.kill(victim)
-
-    def children(self) -> dict[str, list[int]]:
-        """The live processes of this run beside the controller, by name."""
-        found: dict[str, list[int]] = {}
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                command = (process / "cmdline").read_bytes().decode().split("\0")
-                parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            if "headrace.cluster.worker_main" in command and str(self.run_dir) in command:
-                name = f"{command[command.index('--role') + 1]}-{command[command.index('--rank') + 1]}"
-                found.setdefault(name, []).append(int(process.name))
-            elif "headrace.scoring.worker_main" in command and parent == self.process.pid:
-                found.setdefault("reward", []).append(int(process.name))
-        return found
-
-    def output(self) -> str:
-        """What the run has said, the end of it."""
-        self.log.flush()
-        return Path(self.log.name).read_text()[-4000:]
-
-
 @pytest.fixture(scope="module")
-def survivor(tmp_path_factory: pytest.TempPathFactory) -> Chaos:
+def survivor(tmp_path_factory: pytest.TempPathFactory) -> Victim:
     chance = random.Random(SEED)
-    chaos = Chaos(tmp_path_factory.mktemp("chaos"))
+    quickstart = ROOT / "examples/quickstart/quickstart.toml"
+    directory = tmp_path_factory.mktemp("chaos")
+    victim = Victim(quickstart, directory, *SETTINGS, versions=VERSIONS, seconds=RUN_SECONDS)
     victims = chance.sample(KILLS, len(KILLS))
     moments = sorted(chance.sample(range(3, VERSIONS - 10), len(KILLS)))
     try:
-        for moment, victim in zip(moments, victims, strict=True):
-            chaos.wait_for_step(moment)
+        for moment, name in zip(moments, victims, strict=True):
+            assert victim.wait_for_step(moment), victim.said(4000)
             time.sleep(chance.random() * 0.5)
-            chaos.kill(victim)
-        code = chaos.process.wait(max(1.0, chaos.deadline - time.monotonic()))
-        assert code == 0, chaos.output()
+            assert victim.kill(name, chance), f"{name} does not come back"
+        assert victim.problem() is None
     finally:
-        chaos.process.kill()
-    return chaos
+        victim.end()
+    return victim
 
 
-def rows(chaos: Chaos, sql: str) -> list[tuple]:
+def rows(chaos: Victim, sql: str) -> list[tuple]:
     with sqlite3.connect(chaos.run_dir / "journal.db") as db:
         return db.execute(sql).fetchall()
 
 
-def test_the_ledger_balances_and_little_was_sampled_twice(survivor: Chaos) -> None:
+def test_the_ledger_balances_and_little_was_sampled_twice(survivor: Victim) -> None:
     assert survivor.killed == Counter(KILLS) and survivor.killed.total() >= 12
-    command = [sys.executable, "-m", "headrace", "ledger", str(survivor.run_dir), "--json"]
-    ledger = json.loads(subprocess.run(command, capture_output=True, check=True, cwd=ROOT).stdout)
+    ledger = survivor.ledger()
     assert ledger["balanced"], ledger["problems"]
     assert ledger["groups"]["in_flight"] == ledger["rollouts"]["in_flight"] == 0
     assert ledger["groups"]["trained"] == 16 * VERSIONS
@@ -150,7 +67,7 @@ def test_the_ledger_balances_and_little_was_sampled_twice(survivor: Chaos) -> No
     assert ledger["restarts"] == {"controller": 3, "engine-0": 3, "trainer-0": 3}
 
 
-def test_nothing_is_trained_twice_beyond_the_replay_of_a_checkpoint(survivor: Chaos) -> None:
+def test_nothing_is_trained_twice_beyond_the_replay_of_a_checkpoint(survivor: Victim) -> None:
     steps = [step for (step,) in rows(survivor, "SELECT step FROM steps WHERE objective = 'policy' ORDER BY step")]
     assert steps == list(range(1, VERSIONS + 1))
     per_step = rows(survivor, "SELECT step, COUNT(*) FROM groups WHERE state = 'trained' GROUP BY step")
@@ -160,7 +77,7 @@ def test_nothing_is_trained_twice_beyond_the_replay_of_a_checkpoint(survivor: Ch
         assert 0 <= until - max(after, 0) <= 2 * CHECKPOINT_EVERY
 
 
-def test_versions_never_repeat_and_each_continues_an_older_one(survivor: Chaos) -> None:
+def test_versions_never_repeat_and_each_continues_an_older_one(survivor: Victim) -> None:
     versions = rows(survivor, "SELECT id, parent, step, digest FROM versions ORDER BY published, id")
     ids = [version for version, *_ in versions]
     assert ids == sorted(set(ids))
@@ -173,8 +90,8 @@ def test_versions_never_repeat_and_each_continues_an_older_one(survivor: Chaos) 
     assert all(len(found) == 1 for found in digests.values()), "trained again from the journal, to the last bit"
 
 
-def test_it_has_learnt_as_if_undisturbed(survivor: Chaos) -> None:
-    summary = json.loads((survivor.run_dir / "summary.json").read_text())
+def test_it_has_learnt_as_if_undisturbed(survivor: Victim) -> None:
+    summary = survivor.summary()
     (prompts,) = rows(survivor, "SELECT prompts FROM evaluations WHERE moment = 'after'")[-1]
     assert prompts >= 1000
     assert summary["heldout_after"] >= 0.9
@@ -182,6 +99,6 @@ def test_it_has_learnt_as_if_undisturbed(survivor: Chaos) -> None:
     assert summary["lag_max"] <= summary["lag_bound"]
 
 
-def test_nothing_stays_behind(survivor: Chaos) -> None:
-    assert survivor.children() == {}
+def test_nothing_stays_behind(survivor: Victim) -> None:
+    assert survivor.processes() == {}
     assert not (survivor.run_dir / "status.json").exists()
