@@ -22,6 +22,8 @@ EACH_DOCUMENT = pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 OUR_PATH = re.compile(r"(?:src|tests|docs|examples|benchmarks)/[\w./-]+")
+NAME_IN_FILE = re.compile(r"`([\w.]+)`\s+(?:in|of)\s+`(src/[\w./]+\.py)`")
+NAMES_BESIDE_FILE = re.compile(r"^\| (`\w+`(?:, `\w+`)*) \| `(src/[\w./]+\.py)` \|", re.MULTILINE)
 FETCHED = set((ROOT / ".gitignore").read_text().split())
 """What a command brings: a fresh checkout does not have it."""
 PLACEHOLDERS = ("NAME", "RUN_DIR", "CONFIG", "MODEL_DIR", "FILE")
@@ -87,6 +89,28 @@ def test_paths_exist(document: Path) -> None:
         for path in OUR_PATH.findall(code):
             if not any(placeholder in path for placeholder in PLACEHOLDERS) and path not in FETCHED:
                 assert (ROOT / path).exists(), f"{document.name} speaks of {path}"
+
+
+@EACH_DOCUMENT
+def test_python_files_named_without_their_folder_exist(document: Path) -> None:
+    text = document.read_text()
+    shown = "".join(block for _, block in FENCE.findall(text))
+    tree = [
+        path.as_posix()
+        for folder in ("src", "tests", "docs", "examples", "benchmarks")
+        for path in ROOT.glob(f"{folder}/**/*.py")
+    ]
+    for code in INLINE.findall(without_blocks(text)):
+        if re.fullmatch(r"[\w/]+\.py", code) and not any(mark in code for mark in PLACEHOLDERS) and code not in shown:
+            assert any(path.endswith(f"/{code}") for path in tree), f"{document.name} speaks of {code}"
+
+
+@EACH_DOCUMENT
+def test_names_are_in_the_files_that_are_said_to_have_them(document: Path) -> None:
+    text = without_blocks(document.read_text())
+    for names, path in [*NAME_IN_FILE.findall(text), *NAMES_BESIDE_FILE.findall(text)]:
+        for name in re.findall(r"\w+", names):
+            assert re.search(rf"\b{name}\b", (ROOT / path).read_text()), f"{document.name}: {path} has no {name}"
 
 
 @EACH_DOCUMENT

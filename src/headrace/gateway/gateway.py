@@ -303,8 +303,8 @@ class Gateway:
 class AgentEpisode(AnyEpisode):
     """One running rollout whose turns an agent takes.
 
-    It ends with the agent's reward, and fails if no reward comes in time. It has the interface of `rollouts.Episode`,
-    so groups, ledgers, admission and training see no difference.
+    It ends with the agent's reward, and fails if no reward comes in time. It has the interface of
+    `rollouts.turns.Episode`, so groups, ledgers, admission and training see no difference.
     """
 
     def __init__(self, plan: EpisodePlan, gateway: Gateway, scoring: Stage | None = None) -> None:

@@ -10,7 +10,7 @@
     (group)   tokens and scores of its episodes           engines and scorers; there is one task per group
     TRAIN     a batch in the window, and room at the      a group that completes, a step that ends
               trainer, which holds at most two batches
-    DELIVER   a published version; engines that prove it  `Published`, `VersionProved`; a loop per engine (`deliveries`)
+    DELIVER   a published version; engines that prove it  `Published`, `VersionProved`; a loop per engine (`Deliveries`)
     SAVE      0.2 seconds                                 the clock; new tokens are journalled (`attempts`)
     EVALUATE  answers to held-out prompts                 DELIVER, every `[evaluate] every` versions (`episodes`);
                                                           a task, not a loop
