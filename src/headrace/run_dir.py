@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from headrace.config import Config, dump_config, load_config
+from headrace.config.file_digests import sync
 from headrace.errors import DiskError, UserError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
@@ -46,7 +47,7 @@ class RunDir:
         try:
             run_dir.path.mkdir(parents=True)
             write_whole(run_dir.config, dump_config(config).encode(), durable=True)
-            sync_directory(run_dir.path.parent)
+            sync(run_dir.path.parent)
         except OSError as error:
             shutil.rmtree(run_dir.path, ignore_errors=True)
             raise UserError(f"[run] directory: {run_dir.path} cannot be made: {error.strerror}") from error
@@ -68,7 +69,7 @@ class RunDir:
         """Make the trial configuration, if there is one, that of the run, once every process has started with it."""
         with suppress(FileNotFoundError):
             self.next_config.replace(self.config)
-            sync_directory(self.path)
+            sync(self.path)
 
     def config_to_start_with(self) -> Config:
         """Return the configuration that a worker has to start with."""
@@ -111,13 +112,11 @@ def write_whole(path: Path, data: bytes, *, durable: bool = False) -> None:
             os.fsync(file.fileno())
     part.replace(path)
     if durable:
-        sync_directory(path.parent)
+        sync(path.parent)
 
 
-def sync_directory(path: Path) -> None:
-    """Wait until the names in a directory are on the disk: a new or renamed file is found after a power failure."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def set_aside(path: Path) -> Path:
+    """Rename a file that cannot be used to `damaged-NAME`, so that nothing is lost. Return its new path."""
+    names = (path.with_name(f"damaged-{path.name}{again}") for again in ("", *(f".{n}" for n in range(1, 1000))))
+    aside = next(name for name in names if not name.exists())
+    return path.rename(aside)

@@ -194,3 +194,43 @@ def test_no_room_for_the_journal(run_dir: Path, full: Full) -> None:
         (reached,) = db.execute("SELECT MAX(step) FROM steps").fetchone()
     assert 3 < reached < 60
     goes_on(run_dir, reached + 1)
+
+
+def test_friction_43_an_empty_journal_is_refused_before_any_worker_starts(run_dir: Path) -> None:
+    (run_dir / "journal.db").write_bytes(b"")
+    log = sorted((run_dir / "logs").glob("*")) if (run_dir / "logs").is_dir() else []
+    before, saved = {path: path.stat().st_mtime_ns for path in log}, checkpoints(run_dir)
+    line = refused("resume", str(run_dir))
+    assert f"{run_dir / 'journal.db'} is damaged (it is empty" in line
+    assert before == {path: path.stat().st_mtime_ns for path in log}, "no worker has written a line"
+    assert (run_dir / "journal.db").read_bytes() == b"" and checkpoints(run_dir) == saved
+
+
+def test_friction_43_deleted_segments_are_named_when_the_run_is_resumed(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / "segments")
+    said = " ".join(goes_on(run_dir, 4).split())
+    assert "000001.seg is missing: the tokens of groups 0, 1, 2" in said
+
+
+def test_friction_43_lost_commits_are_named_and_the_run_goes_on_from_the_others(run_dir: Path) -> None:
+    with sqlite3.connect(run_dir / "journal.db") as db:  # as it was before its last step
+        db.execute("DELETE FROM steps WHERE step = 3")
+        db.execute("DELETE FROM versions WHERE step = 3")
+        for table in ("groups", "rollouts"):
+            db.execute(f"UPDATE {table} SET state = 'in_flight', step = NULL WHERE step = 3")
+        db.execute("UPDATE groups SET ended = NULL WHERE state = 'in_flight'")
+    db.close()
+    said = " ".join(goes_on(run_dir, 4).split())
+    assert "ends with step 2, but step 3 was reported: its last commits are lost" in said
+
+
+@pytest.mark.parametrize("content", [b"\x00\xffgarbage\n", b'[\n{"ph":"M","name":"thread_name","pid":7,"args":{}},\n'])
+def test_friction_38_a_damaged_timeline_does_not_block_a_resume(run_dir: Path, content: bytes) -> None:
+    (run_dir / "timeline.json").write_bytes(content)
+    (run_dir / "metrics.jsonl").write_bytes(content)
+    (run_dir / "summary.json").unlink()
+    (run_dir / "summary.json").mkdir()
+    said = " ".join(goes_on(run_dir, 4).split())
+    assert "timeline.json is damaged" in said and "it is kept as damaged-timeline.json, and a new one begins" in said
+    assert (run_dir / "damaged-timeline.json").read_bytes() == content and (run_dir / "damaged-summary.json").is_dir()
+    assert json.loads((run_dir / "timeline.json").read_bytes())[0]["name"] == "run started"

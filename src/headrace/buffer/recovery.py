@@ -11,9 +11,10 @@ import msgspec
 import numpy as np
 
 from headrace.buffer.ledger import Counts, count_ledger
-from headrace.buffer.segments import RecordLocation
+from headrace.buffer.segments import DAMAGED, RecordLocation, segment_path
 from headrace.buffer.store import COMMIT_SECONDS, Store
-from headrace.errors import HeadraceError
+from headrace.errors import DataError
+from headrace.run_dir import set_aside
 from headrace.types import STEP_SECONDS, Group, Prompt, Trace, held_back_seconds, republished_among
 
 
@@ -60,21 +61,27 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: list[tuple[int, str, int, int]] = []
     """The outcome of each scored group, oldest first: (group id, prompt id, number of right answers, number of
     answers). An answer is right if its reward is at least 1."""
+    damage: list[str] = []
+    """One line for each segment that is missing or damaged, with the groups whose tokens cannot be read."""
 
 
+Lost = dict[str, set[int]]
+"""The groups whose tokens cannot be read, by segment."""
+NAMED = 8
+"""The number of groups that a line about damage names."""
 OF_POLICY = "group_id IN (SELECT id FROM groups WHERE policy = ?)"
 """The SQL condition for the rollouts of groups that train a policy."""
 
 
 def recover(store: Store, step: int, now: float, publish_every: int, *, policy: str, outcomes: bool) -> Recovered:
     """See `Journal.recover`. Must be called inside a transaction."""
-    _forget_lost_segments(store)
+    lost = _forget_lost_tokens(store, step)
     resume_step = _resume_step(store, policy, step, publish_every)
     _reopen(store, policy, resume_step, now)
     if store.segments is None:
         _close(store, policy, now)
     in_flight = "SELECT id, prompt, version, policy FROM groups WHERE state = 'in_flight' AND policy = ? ORDER BY id"
-    left = [_left_group(store, *row) for row in store.db.execute(in_flight, (policy,)).fetchall()]
+    left = [_left_group(store, lost, *row) for row in store.db.execute(in_flight, (policy,)).fetchall()]
     younger = "SELECT id FROM groups WHERE state = 'trained' AND policy = ? AND id > ?"
     overtakers = [found for (found,) in store.db.execute(younger, (policy, left[0].group.id))] if left else []
     versions = store.db.execute("SELECT id, step FROM versions WHERE policy = ? ORDER BY id", (policy,)).fetchall()
@@ -93,6 +100,7 @@ def recover(store: Store, step: int, now: float, publish_every: int, *, policy: 
             store, "SELECT COALESCE((SELECT value FROM meta WHERE key = 'drawn'), MAX(id) + 1, 0) FROM groups"
         ),
         outcomes=_outcomes(store, policy) if outcomes else [],
+        damage=[_describe_damage(store, segment, groups) for segment, groups in sorted(lost.items())],
     )
 
 
@@ -145,7 +153,7 @@ def _close(store: Store, policy: str, now: float) -> None:
     store.write(f"DELETE FROM partials WHERE rollout IN (SELECT id FROM rollouts WHERE {OF_POLICY})", policy)
 
 
-def _left_group(store: Store, group_id: int, prompt: str, version: int, policy: str) -> UnfinishedGroup:
+def _left_group(store: Store, lost: Lost, group_id: int, prompt: str, version: int, policy: str) -> UnfinishedGroup:
     columns = "id, state, ended IS NOT NULL AND segment IS NOT NULL, segment, offset, length"
     rows = store.db.execute(f"SELECT {columns} FROM rollouts WHERE group_id = ?", (group_id,)).fetchall()
     group = Group(id=group_id, prompt=Prompt(id=prompt), version=version, policy=policy)
@@ -169,7 +177,7 @@ def _left_group(store: Store, group_id: int, prompt: str, version: int, policy: 
         group_id,
     )
     for rollout_id in left.members:
-        if rollout_id not in left.partial and (traces := _partial(store, rollout_id)):
+        if rollout_id not in left.partial and (traces := _partial(store, lost, group_id, rollout_id)):
             left.partial[rollout_id] = traces
     return left
 
@@ -178,7 +186,7 @@ def _located(rows: list[tuple[str, str, int, str, int, int]]) -> list[tuple[str,
     return [(rollout_id, RecordLocation(segment, at, n)) for rollout_id, _, ended, segment, at, n in rows if ended]
 
 
-def _partial(store: Store, rollout_id: str) -> list[Trace]:
+def _partial(store: Store, lost: Lost, group_id: int, rollout_id: str) -> list[Trace]:
     """Return the saved traces of a rollout: of each trace, the readable parts, from the first one on."""
     parts: dict[int, list[Trace]] = {}
     sql = "SELECT trace, part, segment, offset, length FROM partials WHERE rollout = ? ORDER BY segment, offset, trace"
@@ -186,26 +194,67 @@ def _partial(store: Store, rollout_id: str) -> list[Trace]:
     for at, (number, _, *where) in enumerate(rows):
         try:
             found = store.read(*where)
-        except HeadraceError:
-            # A power failure lost the last bytes. The parts after them cannot be used.
-            for lost, part, *_ in rows[at:]:
+        except DataError:
+            # The parts after the lost one cannot be used.
+            lost.setdefault(where[0], set()).add(group_id)
+            for trace, part, *_ in rows[at:]:
                 sql = "DELETE FROM partials WHERE rollout = ? AND trace = ? AND part = ?"
-                store.write(sql, rollout_id, lost, part)
+                store.write(sql, rollout_id, trace, part)
             break
         parts.setdefault(number, []).append(found.traces[number])
     nothing = Trace.of_context(np.zeros(0, np.int32))
     return [Trace.joined(parts.get(number) or [nothing]) for number in range(max(parts, default=-1) + 1)]
 
 
-def _forget_lost_segments(store: Store) -> None:
-    """Clear the locations of rollouts whose bytes never reached the disk, which happens after a power failure."""
+def _forget_lost_tokens(store: Store, step: int) -> Lost:
+    """Clear the locations of rollouts whose tokens cannot be read. Return the groups of these rollouts, by segment.
+
+    The records that a resumed run needs, of steps after `step` and of groups in flight, are read and checked. Of the
+    other records only the length of their file is.
+    """
+    lost: Lost = {}
+    directory = store.path.parent / "segments"
     sql = "SELECT segment, MAX(offset + length) FROM rollouts WHERE segment IS NOT NULL GROUP BY segment"
+    beyond = "SELECT id, group_id, segment FROM rollouts WHERE segment = ? AND offset + length > ?"
+    gone = []
     for segment, end in store.db.execute(sql).fetchall():
-        path = store.path.parent / "segments" / segment
+        path = segment_path(directory, segment)
         size = path.stat().st_size if path.exists() else 0
         if end > size:
-            sql = "UPDATE rollouts SET segment = NULL, offset = NULL, length = NULL WHERE segment = ? AND"
-            store.write(f"{sql} offset + length > ?", segment, size)
+            gone += store.db.execute(beyond, (segment, size)).fetchall()
+    _forget(store, gone, lost)
+    sql = """
+        SELECT rollouts.id, group_id, segment, offset, length FROM rollouts JOIN groups ON groups.id = group_id
+        WHERE segment IS NOT NULL AND (groups.state = 'in_flight' OR groups.step > ?) ORDER BY segment, offset
+    """
+    needed = store.db.execute(sql, (step,)).fetchall() if store.segments is not None else []
+    _forget(store, [row[:3] for row in needed if not _readable(store, row[0], *row[2:])], lost)
+    return lost
+
+
+def _readable(store: Store, rollout_id: str, segment: str, offset: int, length: int) -> bool:
+    try:
+        return store.read(segment, offset, length).id == rollout_id
+    except DataError:
+        return False
+
+
+def _forget(store: Store, rows: list[tuple[str, int, str]], lost: Lost) -> None:
+    for rollout_id, group_id, segment in rows:
+        lost.setdefault(segment, set()).add(group_id)
+        store.write("UPDATE rollouts SET segment = NULL, offset = NULL, length = NULL WHERE id = ?", rollout_id)
+
+
+def _describe_damage(store: Store, segment: str, groups: set[int]) -> str:
+    """Say which tokens cannot be read. A damaged file is set aside; its intact records are still found."""
+    path = segment_path(store.path.parent / "segments", segment)
+    named = ", ".join(map(str, sorted(groups)[:NAMED])) + (f" and {len(groups) - NAMED} more" * (len(groups) > NAMED))
+    said = f"the tokens of group{'s' * (len(groups) > 1)} {named} cannot be read, and are sampled again where needed"
+    if not path.exists():
+        return f"{path} is missing: {said}"
+    if path.name == segment:
+        set_aside(path)
+    return f"{path} is damaged: {said}; the file is kept as {DAMAGED}{segment}"
 
 
 def _unseen_tokens(store: Store) -> int:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from headrace.channel.codec import decode, encode
-from headrace.errors import HeadraceError
-from headrace.run_dir import sync_directory
+from headrace.config.file_digests import sync
+from headrace.errors import DataError
 from headrace.types import Rollout
 
 DAMAGED = "damaged-"
@@ -56,7 +56,7 @@ class Segments:
             self.close()
             self._number += 1
             self._file, self._offset = self._path().open("xb"), 0
-            sync_directory(self.directory)
+            sync(self.directory)
         self._file.write(record)
         self._unsynced = True
         location = RecordLocation(self._path().name, self._offset, len(record))
@@ -93,16 +93,16 @@ def segment_path(directory: Path, segment: str) -> Path:
 
 
 def read(directory: Path, segment: str, offset: int, length: int) -> Rollout:
-    """Read the rollout at this location. Raises `HeadraceError` if its bytes are gone or damaged."""
+    """Read the rollout at this location. Raises `DataError` if its bytes are gone or damaged."""
     path = segment_path(directory, segment)
     try:
         with path.open("rb") as file:
             file.seek(offset)
             record = file.read(length)
     except OSError as error:
-        raise HeadraceError(f"{path} cannot be read: {error.strerror}") from error
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
     if len(record) != length or not _sound(record):
-        raise HeadraceError(f"{path} is damaged: no sound record in bytes {offset} to {offset + length}")
+        raise DataError(f"{path} is damaged: no sound record in bytes {offset} to {offset + length}")
     return decode(Rollout, _frames(memoryview(record)[_HEADER.size :]))
 
 

@@ -61,17 +61,31 @@ def check_resumable(path: Path) -> None:
     lock_run(path).close()
     db = connect(f"{path.absolute().as_uri()}?mode=ro", path)
     try:
-        (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        problem = _find_damage(db)
     except sqlite3.OperationalError as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     except sqlite3.DatabaseError as error:
-        found = str(error)
+        problem = str(error)
     finally:
         db.close()
-    if found != "ok":
-        problem = " ".join(found.split())
+    if problem:
+        problem = " ".join(problem.split())
         weights = f"; a new run can begin with a checkpoint below {path.parent} as its [model] path"
         raise UserError(f"{path} is damaged ({problem}): nothing can go on from it{weights}")
+
+
+def _find_damage(db: sqlite3.Connection) -> str:
+    """Return what is wrong with the file as a whole; empty if nothing is."""
+    with sqlite3.connect(":memory:") as new:
+        new.executescript(_ddl())
+        missing = sorted(_tables(new) - _tables(db))
+    new.close()
+    if not _tables(db):
+        return "it is empty; its write-ahead log, journal.db-wal, may have been lost"
+    if missing:
+        return f"it has no table {', '.join(missing)}"
+    (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+    return "" if found == "ok" else str(found)
 
 
 def prepare_for_writing(db: sqlite3.Connection) -> None:

@@ -179,6 +179,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def reported_step(path: Path) -> int:
+    """Return the last policy step in a log, or the step from which the run was resumed after it; 0 if there is none."""
+    last = 0
+    for record in read_metrics(path):
+        step, kind = record.get("step"), record.get("kind")
+        if isinstance(step, int) and (kind == "resumed" or (kind == "step" and record.get("objective") == "policy")):
+            last = step
+    return last
+
+
 def describe_end(group: Group, outcome: str, version: int, republished: Sequence[int]) -> dict[str, Any]:
     """Describe how a group ended, as a record: the length of its answers, the difficulty of its prompt, and its age.
 

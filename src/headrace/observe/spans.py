@@ -18,11 +18,13 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from headrace.errors import DataError
 
 STARTED = "run started"
 
@@ -144,10 +146,11 @@ class Timeline:
     """The writer of timeline.json for all processes of a run. It is not thread-safe: the controller owns it."""
 
     def __init__(self, path: Path, clock: RunClock) -> None:
-        self._pids: dict[str, int] = {}
-        self._lanes: dict[str, list[int]] = {}
+        """Begin a timeline, or go on with one. Raises `DataError` if the file is there but is not a timeline."""
+        kept, started, names, lanes = _scan(path) if path.exists() else (0, None, {}, {})
+        self._pids = {name: pid for pid, name in names.items()}
+        self._lanes = lanes
         """Process -> when the last event of each of its lanes ends, in microseconds."""
-        kept, started = self._recover(path) if path.exists() else (0, None)
         self._file = path.open("r+b" if kept else "wb", buffering=0)
         self._file.seek(kept)
         self._file.truncate()
@@ -198,52 +201,86 @@ class Timeline:
             self._file.write(lead + b",\n".join(map(msgspec.json.encode, events)))
             self._empty = False
 
-    def _recover(self, path: Path) -> tuple[int, float | None]:
-        """Restore processes and lanes. Return how many bytes of the file to keep, and when its run started."""
-        kept, started = 0, None
-        names: dict[int, str] = {}
-        for end, event in _events(path):
+
+def _scan(path: Path) -> tuple[int, float | None, dict[int, str], dict[str, list[int]]]:
+    """Return how many bytes of a timeline are whole, when its run started, its processes and their lanes.
+
+    Raises `DataError` if the file is not a timeline, or one that was cut at its end.
+    """
+    kept, started = 0, None
+    names: dict[int, str] = {}
+    lanes: dict[str, list[int]] = {}
+    try:
+        for end, event in _events(path, whole=True):
             kept = end
             if event["ph"] == "i" and event.get("name") == STARTED:
                 started = float(event["args"]["time"])
             elif event["ph"] == "M" and event["name"] == "process_name":
                 names[event["pid"]] = event["args"]["name"]
             elif event["ph"] == "M" and event["name"] == "thread_name":
-                self._lanes.setdefault(names[event["pid"]], []).append(0)
-        self._pids = {name: pid for pid, name in names.items()}
-        return (kept, started) if started is not None else (0, None)
+                lanes.setdefault(names[event["pid"]], []).append(0)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path} is damaged: the event before byte {kept} is not one of a timeline") from error
+    if kept and started is None:
+        raise DataError(f"{path} is damaged: it does not say when its run started")
+    return kept, started, names, lanes
+
+
+def timeline_damage(path: Path) -> str:
+    """Return one line about what is wrong with a timeline; empty if nothing is, or if there is none."""
+    try:
+        _scan(path)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    except DataError as error:
+        return str(error)
+    return ""
 
 
 def timeline_started(path: Path) -> float | None:
-    """Return when the run of this timeline started, in seconds since 1970."""
-    found = (event["args"]["time"] for _, event in _events(path) if event["ph"] == "i" and event.get("name") == STARTED)
-    return next(map(float, found), None)
+    """Return when the run of this timeline started, in seconds since 1970; None if the file does not say it."""
+    try:
+        found = (event["args"]["time"] for _, event in _events(path) if event.get("name") == STARTED)
+        return next(map(float, found), None)
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
 
 
 def read_timeline(path: Path) -> Iterator[tuple[str, TimeSpan]]:
-    """Yield the spans of a closed or cut timeline, with their process. Times are seconds since the run's start."""
+    """Yield the spans of a closed or cut timeline, with their process. Times are seconds since the run's start.
+
+    Damaged events are left out: `timeline_damage` finds them.
+    """
     names: dict[int, str] = {}
     for _, event in _events(path):
-        if event["ph"] == "M" and event["name"] == "process_name":
-            names[event["pid"]] = event["args"]["name"]
-        elif event["ph"] == "X":
-            process = names.get(event["pid"], f"process {event['pid']}")
-            start = event["ts"] / 1e6
-            yield process, TimeSpan(event["name"], start, start + event["dur"] / 1e6, event["cat"] != "wait")
+        with suppress(KeyError, TypeError):
+            if event["ph"] == "M" and event["name"] == "process_name":
+                names[event["pid"]] = str(event["args"]["name"])
+            elif event["ph"] == "X":
+                process = names.get(event["pid"], f"process {event['pid']}")
+                start, seconds = event["ts"] / 1e6, event["dur"] / 1e6
+                yield process, TimeSpan(str(event["name"]), start, start + seconds, event["cat"] != "wait")
 
 
-def _events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the complete events of a file, each with the offset at which it ends (before the comma)."""
+def _events(path: Path, *, whole: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the complete events of a file, each with the offset at which it ends (before the comma).
+
+    With `whole`, raise `DataError` for a line that is no event. A crash cuts only the last line, and never the first.
+    """
     offset = 0
     with path.open("rb") as file:
         for line in file:
             text = line.rstrip(b",\n")
             try:
                 event = msgspec.json.decode(text) if text.startswith(b"{") else None
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 event = None
             if isinstance(event, dict) and "ph" in event:
                 yield offset + len(text), event
+            elif whole and (line.endswith(b"\n") or not offset) and text not in (b"[", b"", b"]"):
+                raise DataError(f"{path} is damaged: no event in the line at byte {offset}")
             offset += len(line)
 
 

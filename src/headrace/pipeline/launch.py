@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.buffer.journal import Journal
+from headrace.buffer.reader import open_readonly
 from headrace.buffer.store import check_resumable
 from headrace.channel.events import Events
 from headrace.cluster.launchers.local import make_launcher
@@ -38,16 +39,16 @@ from headrace.engines.pool import EnginePool
 from headrace.engines.serving import RemoteEngine
 from headrace.errors import DiskError, HeadraceError, UserError
 from headrace.gateway.agents import AgentTask
-from headrace.observe.metrics import MetricsLog, Trackers
+from headrace.observe.metrics import MetricsLog, Trackers, reported_step
 from headrace.observe.progress import Progress
-from headrace.observe.spans import RunClock, Timeline
+from headrace.observe.spans import RunClock, Timeline, timeline_damage
 from headrace.pipeline.controller import Controller
 from headrace.pipeline.inputs import ReadyTask, check_inputs
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Outputs
 from headrace.pipeline.waits import Waits
 from headrace.review.summary import write_report, write_summary
-from headrace.run_dir import RunDir, write_whole
+from headrace.run_dir import RunDir, set_aside, write_whole
 from headrace.scoring.base import Scorer
 from headrace.tasks.chat import ChatFormat
 from headrace.training.base import Checkpoint
@@ -201,10 +202,15 @@ class RunSession:
             policy=config.policy_name,
             outcomes=config.rollouts.curriculum,
         )
+        for line in before.damage:
+            self.progress.note(line)
         trackers = None
         if config.observe.trackers:
             settings = msgspec.to_builtins(config)
             trackers = Trackers(config.observe.trackers, config.run.name, settings, self.progress.note)
+        metrics = MetricsLog(run_dir.metrics, trackers=trackers)
+        if before.last_version != NO_VERSION:
+            metrics.write("resumed", step=before.resume_step)
         pool = EnginePool(list(workers.engines.values()))
         self._gateway = self._make_gateway(pool)
         workers.events.clear()
@@ -216,7 +222,7 @@ class RunSession:
             trainer=workers.trainer,
             outputs=Outputs(
                 journal,
-                MetricsLog(run_dir.metrics, trackers=trackers),
+                metrics,
                 self.progress,
                 clock,
                 Timeline(run_dir.timeline, clock) if config.observe.timeline else None,
@@ -365,6 +371,28 @@ def _check_models(config: Config) -> None:
         check_digests(Path(config.algorithm.teacher), "[algorithm] teacher")
 
 
+def _set_damage_aside(run_dir: RunDir, policy: str) -> Iterator[str]:
+    """Set aside what is damaged and not needed to train. Yield a line about each file, and about lost commits."""
+    for path in (run_dir.metrics, run_dir.timeline, run_dir.status, run_dir.summary, run_dir.report):
+        problem = f"{path} is not a file" if path.exists() and not path.is_file() else ""
+        if path == run_dir.timeline:
+            problem = problem or timeline_damage(path)
+        if problem:
+            yield f"{problem}; it is kept as {set_aside(path).name}, and a new one begins"
+    with open_readonly(run_dir.journal) as journal:
+        last = journal.last_step(policy)
+    if (reported := reported_step(run_dir.metrics)) > last:
+        log = run_dir.journal.with_name(f"{run_dir.journal.name}-wal")
+        kept = ""
+        if log.is_file() and log.stat().st_size:
+            shutil.copyfile(log, log.with_name(f"damaged-{log.name}"))
+            kept = f" A copy of it is kept as damaged-{log.name}."
+        yield (
+            f"{run_dir.journal} ends with step {last}, but step {reported} was reported: its last commits are lost, "
+            f"because {log.name} is missing or damaged.{kept} The run goes on from what is left"
+        )
+
+
 def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) -> RunSession:
     """Continue a run from its newest checkpoint. `settings` change its configuration; the changes are shown.
 
@@ -375,6 +403,8 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) ->
         raise UserError(f"{path}: nothing to resume (it has no journal.db)")
     config = with_settings(before, settings)
     check_resumable(run_dir.journal)
+    for line in _set_damage_aside(run_dir, config.policy_name):
+        progress.note(line)
     task, chat = check_inputs(config)
     _check_models(config)
     old, new = dump_config(before).splitlines(), dump_config(config).splitlines()

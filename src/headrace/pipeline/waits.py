@@ -139,8 +139,10 @@ def read_status(path: str | Path) -> Status:
     run_dir, _ = RunDir.open(path)
     try:
         return msgspec.json.decode(run_dir.status.read_bytes(), type=Status)
-    except (OSError, msgspec.DecodeError) as error:
+    except FileNotFoundError as error:
         raise UserError(f"{path}: no run lives there (it has no status.json)") from error
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{run_dir.status} is damaged: {error}") from error
 
 
 def describe(status: Status) -> str:

@@ -21,12 +21,12 @@ RUN = f"""
     from test_recovery import admit, complete
     from headrace.buffer.journal import Journal
     from headrace.observe.records import StepRecord
-    from headrace.run_dir import sync_directory
+    from headrace.config.file_digests import sync
     from headrace.types import Version
 
     root = Path(sys.argv[1])
     (root / "run").mkdir()
-    sync_directory(root)
+    sync(root)
     with Journal(root / "run/journal.db") as journal, (root / "reported").open("w", buffering=1) as reported:
         journal.version(Version(id=0, parent=-1, step=0, digest=0))
         for step in range(1, {STEPS} + 1):

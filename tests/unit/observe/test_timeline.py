@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.observe.spans import RunClock, Timeline, TimeSpan, read_timeline, timeline_started
+from headrace.errors import DataError
+from headrace.observe.spans import RunClock, Timeline, TimeSpan, read_timeline, timeline_damage, timeline_started
 from headrace.observe.summary import compact, duration
 
 CLOCK = RunClock(wall=1000.0, monotonic=50.0)
@@ -72,13 +73,6 @@ def test_a_resumed_run_goes_on_in_the_same_file_and_time(tmp_path: Path, ending:
     ]
 
 
-def test_a_file_that_is_no_timeline_is_replaced(tmp_path: Path):
-    path = tmp_path / "timeline.json"
-    path.write_text("something else\n")
-    Timeline(path, CLOCK).close()
-    assert [event["name"] for event in json.loads(path.read_text())] == ["run started"]
-
-
 times = st.integers(0, 40).map(lambda tenth: 50.0 + tenth / 10)
 
 
@@ -116,3 +110,37 @@ def test_numbers_for_people():
         "4.6M",
         "2.0G",
     ]
+
+
+BAD_LINES = [
+    b"\x00\xff\xfe",
+    b"not json",
+    b"{",
+    b"[]",
+    b'{"ph":"M","name":"process_name","pid":[1],"args":{"name":"x"}}',
+    b'{"ph":"M","name":"thread_name","pid":77,"args":{}}',
+    b'{"ph":"i","name":"run started","args":{"time":"x"}}',
+    b'{"ph":"i","name":"run started"}',
+    b"{" * 5000,
+]
+
+
+@pytest.mark.parametrize("bad", BAD_LINES, ids=range(len(BAD_LINES)))
+@pytest.mark.parametrize("where", ["alone", "inside"])
+def test_friction_38_a_damaged_timeline_is_named_and_still_read(tmp_path: Path, bad: bytes, where: str) -> None:
+    path = tmp_path / "timeline.json"
+    timeline = Timeline(path, RunClock(wall=1000.0, monotonic=0.0))
+    timeline.add("engine-0", [TimeSpan("decode", 0.0, 1.0)])
+    timeline.close()
+    assert timeline_damage(path) == ""
+    lines = path.read_bytes().split(b"\n")
+    lines[3:3] = [bad + b","]
+    content = bad if where == "alone" else b"\n".join(lines)
+    path.write_bytes(content)
+    assert str(path) in timeline_damage(path)
+    with pytest.raises(DataError, match=r"timeline\.json is damaged"):
+        Timeline(path, RunClock(wall=1000.0, monotonic=0.0))
+    assert path.read_bytes() == content
+    names = [span.name for _, span in read_timeline(path)]
+    assert names == ([] if where == "alone" else ["decode"])
+    assert timeline_started(path) in (None, 1000.0)
