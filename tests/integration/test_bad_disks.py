@@ -161,8 +161,8 @@ def test_friction_34_a_checkpoint_that_the_journal_does_not_know_is_kept(run_dir
     with sqlite3.connect(run_dir / "journal.db") as db:
         db.execute("DELETE FROM steps WHERE step = 3")
         db.execute("DELETE FROM versions WHERE step = 3")
-        db.execute("UPDATE groups SET state = 'in_flight', step = NULL, ended = NULL WHERE step = 3")
-        db.execute("UPDATE rollouts SET state = 'in_flight', step = NULL, ended = NULL WHERE step = 3")
+        db.execute("UPDATE groups SET state = 'in_flight', step = NULL, ended = NULL, checksum = NULL WHERE step = 3")
+        db.execute("UPDATE rollouts SET state = 'in_flight', step = NULL, ended = NULL, checksum = NULL WHERE step = 3")
     said = goes_on(run_dir, 3)
     assert f"{newest.name}: it is of step 3, and the journal ends at step 2; it is kept as ahead-{newest.name}" in said
     kept = run_dir / "checkpoints" / f"ahead-{newest.name}"
@@ -217,7 +217,7 @@ def test_friction_43_lost_commits_are_named_and_the_run_goes_on_from_the_others(
         db.execute("DELETE FROM steps WHERE step = 3")
         db.execute("DELETE FROM versions WHERE step = 3")
         for table in ("groups", "rollouts"):
-            db.execute(f"UPDATE {table} SET state = 'in_flight', step = NULL WHERE step = 3")
+            db.execute(f"UPDATE {table} SET state = 'in_flight', step = NULL, checksum = NULL WHERE step = 3")
         db.execute("UPDATE groups SET ended = NULL WHERE state = 'in_flight'")
     db.close()
     said = " ".join(goes_on(run_dir, 4).split())

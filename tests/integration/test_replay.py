@@ -105,8 +105,8 @@ def test_a_recorded_step_that_was_changed_is_found(recorded: Path, tmp_path: Pat
         ((second,),) = db.execute("SELECT MIN(id) FROM groups WHERE step = ?", (step + 1,)).fetchall()
         db.execute("DELETE FROM schedule")
         for group_id, other in ((first, step + 1), (second, step)):
-            db.execute("UPDATE groups SET step = ? WHERE id = ?", (other, group_id))
-            db.execute("UPDATE rollouts SET step = ? WHERE group_id = ?", (other, group_id))
+            db.execute("UPDATE groups SET step = ?, checksum = NULL WHERE id = ?", (other, group_id))
+            db.execute("UPDATE rollouts SET step = ?, checksum = NULL WHERE group_id = ?", (other, group_id))
     again = headrace("replay", str(copied), "--json")
     found = json.loads(again.stdout)
     assert (again.returncode, found["identical"]) == (1, False)

@@ -89,7 +89,7 @@ def test_the_ledgers_balance_at_every_moment(watched: tuple[Path, list[dict[str,
 
 def test_books_that_do_not_balance_end_with_1(copied: Path) -> None:
     with sqlite3.connect(copied / "journal.db") as db:
-        db.execute("UPDATE rollouts SET state = 'dropped', step = NULL WHERE id = '0/0'")
+        db.execute("UPDATE rollouts SET state = 'dropped', step = NULL, checksum = NULL WHERE id = '0/0'")
     done = headrace("ledger", str(copied))
     assert done.returncode == 1
     assert "rollouts that disagree with their group: 0/0" in done.stdout

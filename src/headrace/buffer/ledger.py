@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from headrace.buffer.checksums import CHECKED, sound
 from headrace.errors import HeadraceError
 from headrace.observe.summary import STATES, ledger_line
 
@@ -137,6 +138,10 @@ def count_ledger(db: sqlite3.Connection, table: Table, policy: str | None = None
 def imbalances(db: sqlite3.Connection) -> list[str]:
     """Return every contradiction within the ledgers, between them, or between them and the steps, one line each."""
     found = []
+    for checked in CHECKED:
+        found += _line(
+            db, f"rows of {checked} that are damaged", f"SELECT rowid FROM {checked} WHERE NOT {sound(db, checked)}"
+        )
     for table in TABLES:
         counts = msgspec.structs.asdict(count_ledger(db, table))
         if counts["admitted"] != sum(counts[state] for state in STATES):

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from headrace.buffer.checksums import sound
 from headrace.buffer.ledger import TABLES, count_ledger, imbalances
 from headrace.buffer.segments import read
 from headrace.buffer.store import as_current, connect
@@ -236,10 +237,12 @@ class JournalReader:
         """Yield the rollouts that meet an SQL condition, by group. With `kept`, only those with kept tokens."""
         given = {"prompt": f"{PROMPT} AS prompt", "trained_as": f"{TRAINED_AS} AS trained_as"}
         columns = ", ".join(given.get(name, f"rollouts.{name}") for name in RolloutRecord.__struct_fields__)
-        sql = f"SELECT {columns} FROM rollouts WHERE ({where}\n)"
+        sql = f"SELECT {columns}, {sound(self._db, 'rollouts')} AS sound FROM rollouts WHERE ({where}\n)"
         sql += f"{' AND segment IS NOT NULL' if kept else ''} {IN_ORDER}{'' if limit is None else f' LIMIT {limit}'}"
         with self._condition(where):
             for row in self._db.execute(sql, parameters):
+                if not row["sound"]:
+                    raise DataError(f"{self.path} is damaged: the row of rollout {row['id']} is not as it was written")
                 yield _record(RolloutRecord, row)
 
     def rollouts(self, where: str = "TRUE", *parameters: Any) -> Iterator[Rollout]:

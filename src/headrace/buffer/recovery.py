@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from headrace.buffer.checksums import damaged_rows
 from headrace.buffer.ledger import Counts, count_ledger
 from headrace.buffer.segments import DAMAGED, RecordLocation, segment_path
 from headrace.buffer.store import COMMIT_SECONDS, Store
@@ -62,11 +63,12 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of each scored group, oldest first: (group id, prompt id, number of right answers, number of
     answers). An answer is right if its reward is at least 1."""
     damage: list[str] = []
-    """One line for each segment that is missing or damaged, with the groups whose tokens cannot be read."""
+    """One line for each table with damaged rows, and for each segment that is missing or damaged."""
 
 
 Lost = dict[str, set[int]]
 """The groups whose tokens cannot be read, by segment."""
+DAMAGED_ROW = "its row in the journal is damaged"
 NAMED = 8
 """The number of groups that a line about damage names."""
 OF_POLICY = "group_id IN (SELECT id FROM groups WHERE policy = ?)"
@@ -75,6 +77,7 @@ OF_POLICY = "group_id IN (SELECT id FROM groups WHERE policy = ?)"
 
 def recover(store: Store, step: int, now: float, publish_every: int, *, policy: str, outcomes: bool) -> Recovered:
     """See `Journal.recover`. Must be called inside a transaction."""
+    damage = _fail_damaged_rows(store, step, now)
     lost = _forget_lost_tokens(store, step)
     resume_step = _resume_step(store, policy, step, publish_every)
     _reopen(store, policy, resume_step, now)
@@ -100,7 +103,7 @@ def recover(store: Store, step: int, now: float, publish_every: int, *, policy: 
             store, "SELECT COALESCE((SELECT value FROM meta WHERE key = 'drawn'), MAX(id) + 1, 0) FROM groups"
         ),
         outcomes=_outcomes(store, policy) if outcomes else [],
-        damage=[_describe_damage(store, segment, groups) for segment, groups in sorted(lost.items())],
+        damage=damage + [_describe_damage(store, segment, groups) for segment, groups in sorted(lost.items())],
     )
 
 
@@ -194,16 +197,47 @@ def _partial(store: Store, lost: Lost, group_id: int, rollout_id: str) -> list[T
     for at, (number, _, *where) in enumerate(rows):
         try:
             found = store.read(*where)
-        except DataError:
+            if found.id != rollout_id:
+                raise DataError(f"{rollout_id}: the record is of {found.id}")
+            parts.setdefault(number, []).append(found.traces[number])
+        except (DataError, IndexError):
             # The parts after the lost one cannot be used.
             lost.setdefault(where[0], set()).add(group_id)
             for trace, part, *_ in rows[at:]:
                 sql = "DELETE FROM partials WHERE rollout = ? AND trace = ? AND part = ?"
                 store.write(sql, rollout_id, trace, part)
             break
-        parts.setdefault(number, []).append(found.traces[number])
     nothing = Trace.of_context(np.zeros(0, np.int32))
     return [Trace.joined(parts.get(number) or [nothing]) for number in range(max(parts, default=-1) + 1)]
+
+
+def _fail_damaged_rows(store: Store, step: int, now: float) -> list[str]:
+    """Fail the groups that a resumed run needs and whose rows are damaged. Return a line for each damaged table.
+
+    A step whose row is damaged cannot be trained again. Rows of what the checkpoint holds are only named.
+    """
+    names = {"meta": "key", "versions": "id", "groups": "id", "rollouts": "group_id", "steps": "step"}
+    found = {table: damaged_rows(store.db, table, name) for table, name in names.items()}
+    for group_id in {*found["groups"], *found["rollouts"]}:
+        sql = "SELECT state IN ('trained', 'dropped', 'failed') AND COALESCE(step, 0) <= ? FROM groups WHERE id = ?"
+        if store.db.execute(sql, (step, group_id)).fetchone() in ((0,), (None,)):
+            failed = f"state = 'failed', reason = '{DAMAGED_ROW}', step = NULL, ended = COALESCE(ended, ?)"
+            store.write(f"UPDATE groups SET {failed} WHERE id = ?", now, group_id)
+            store.write(f"UPDATE rollouts SET {failed} WHERE group_id = ?", now, group_id)
+    for damaged in found["steps"]:
+        store.write("UPDATE steps SET rollouts = -1 WHERE step = ? AND step > ?", damaged, step)
+    if "drawn" in found["meta"]:
+        store.write("DELETE FROM meta WHERE key = 'drawn'")
+    return [
+        f"{store.path} is damaged: rows of the table {table} do not match their checksums "
+        f"({names[table]} {_named(rows)}); groups that are needed are failed"
+        for table, rows in found.items()
+        if rows
+    ]
+
+
+def _named(ids: list[Any]) -> str:
+    return ", ".join(map(str, ids[:NAMED])) + (f" and {len(ids) - NAMED} more" if len(ids) > NAMED else "")
 
 
 def _forget_lost_tokens(store: Store, step: int) -> Lost:
@@ -248,8 +282,8 @@ def _forget(store: Store, rows: list[tuple[str, int, str]], lost: Lost) -> None:
 def _describe_damage(store: Store, segment: str, groups: set[int]) -> str:
     """Say which tokens cannot be read. A damaged file is set aside; its intact records are still found."""
     path = segment_path(store.path.parent / "segments", segment)
-    named = ", ".join(map(str, sorted(groups)[:NAMED])) + (f" and {len(groups) - NAMED} more" * (len(groups) > NAMED))
-    said = f"the tokens of group{'s' * (len(groups) > 1)} {named} cannot be read, and are sampled again where needed"
+    several = "s" * (len(groups) > 1)
+    said = f"the tokens of group{several} {_named(sorted(groups))} cannot be read, and are sampled again where needed"
     if not path.exists():
         return f"{path} is missing: {said}"
     if path.name == segment:

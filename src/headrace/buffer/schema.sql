@@ -1,10 +1,12 @@
 -- journal.db: the state of a run, open to any SQL client (SQLite, WAL). Times are seconds since 1970.
 -- A state is one of in_flight, trained, dropped, failed; every group and rollout ends in exactly one of the last three.
+-- A checksum covers the other columns of its row, as `checksums.py` says; NULL in rows of older journals.
 -- A policy is a name in [policies]. Version ids and step numbers are a policy's own; group ids are unique in the run.
 
 CREATE TABLE IF NOT EXISTS meta (           -- schema, name, started, ended, train_started, train_ended, lag_bound,
     key TEXT PRIMARY KEY,                   -- heldout_before, heldout_after, outcome, ... as JSON values
-    value TEXT NOT NULL
+    value TEXT NOT NULL,
+    checksum INTEGER
 );
 
 CREATE TABLE IF NOT EXISTS versions (       -- published weights; ids are never reused
@@ -14,6 +16,7 @@ CREATE TABLE IF NOT EXISTS versions (       -- published weights; ids are never 
     digest TEXT NOT NULL,                   -- 16 hex digits
     published REAL NOT NULL,
     policy TEXT NOT NULL DEFAULT 'policy',
+    checksum INTEGER,
     PRIMARY KEY (policy, id)
 );
 
@@ -41,7 +44,8 @@ CREATE TABLE IF NOT EXISTS groups (         -- the ledger of group attempts
     step INTEGER,                           -- the optimizer step that trained it
     admitted REAL NOT NULL,
     ended REAL,
-    policy TEXT NOT NULL DEFAULT 'policy'   -- the one that it trains
+    policy TEXT NOT NULL DEFAULT 'policy',  -- the one that it trains
+    checksum INTEGER
 );
 
 CREATE TABLE IF NOT EXISTS rollouts (       -- the ledger of rollouts
@@ -60,7 +64,8 @@ CREATE TABLE IF NOT EXISTS rollouts (       -- the ledger of rollouts
     ended REAL,
     segment TEXT,                           -- where its tokens are: segments/<segment>, from byte `offset`
     offset INTEGER,
-    length INTEGER
+    length INTEGER,
+    checksum INTEGER
 );
 
 CREATE TABLE IF NOT EXISTS steps (          -- optimizer steps
@@ -80,6 +85,7 @@ CREATE TABLE IF NOT EXISTS steps (          -- optimizer steps
     ended REAL,
     metrics TEXT NOT NULL DEFAULT '{}',
     policy TEXT NOT NULL DEFAULT 'policy',
+    checksum INTEGER,
     PRIMARY KEY (policy, step)
 );
 

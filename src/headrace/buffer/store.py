@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from headrace.buffer import checksums
 from headrace.buffer.segments import RecordLocation, Segments, read
 from headrace.errors import HeadraceError, UserError
 from headrace.types import POLICY, Group, Rollout
@@ -95,6 +96,7 @@ def prepare_for_writing(db: sqlite3.Connection) -> None:
         db.executescript(f"BEGIN; {_ddl()}; INSERT INTO meta (key, value) VALUES ('schema', '{SCHEMA}'); COMMIT;")
     elif _schema(db) == OLD_SCHEMA:
         _migrate(db)
+    checksums.keep(db)
 
 
 def as_current(db: sqlite3.Connection) -> None:
@@ -130,6 +132,7 @@ def connect(name: str, path: Path, prepare: Callable[[sqlite3.Connection], None]
                 name, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False, uri=name.startswith("file:")
             )
             failed.callback(db.close)
+            checksums.enable(db)
             # A new file has no tables, and neither has one that a crash left before its tables were created.
             if tables := _tables(db):
                 found = _schema(db) if "meta" in tables else None

@@ -59,6 +59,8 @@ def rollouts(
     with open_readonly(RunDir(path).journal) as journal:
         total = journal.count_rollouts(where)
         chat = found.load_chat(path) if text else None
+        if chat is not None and (changed := found.changed_tokenizer(journal, chat)):
+            typer.echo(changed, err=True)
         if export is not None:
             written = found.export(Path(export), journal, journal.rollout_records(where, limit=limit), chat)
             typer.echo(json.dumps({"records": written, "file": export}) if as_json else f"{written:,} in {export}")

@@ -104,14 +104,19 @@ class RunSession:
         chat: ChatFormat,
         *,
         journal: Callable[..., Journal] = Journal,
+        tokenizer_known: bool = False,
     ) -> None:
-        """`journal` differs from the default only where the journal itself is measured."""
+        """`journal` differs from the default only where the journal itself is measured.
+
+        `tokenizer_known` says that the journal has the digest of the tokenizer that the run began with.
+        """
         self.config = config
         self.run_dir = run_dir
         self.progress = progress
         self._task = task
         self._chat = chat
         self._journal = journal
+        self._tokenizer_known = tokenizer_known
         self._controller: Controller | None = None
         self._gateway: Gateway | None = None
         self.outcome = "failed"
@@ -238,6 +243,8 @@ class RunSession:
             max_length=self._longest_sequence,
         )
         journal.meta("name", config.run.name)
+        if not self._tokenizer_known:
+            journal.meta("tokenizer", self._chat.digest)
         journal.meta("started", clock.wall)
         journal.meta("outcome", "running")
         journal.meta("lag_bound", parts.window.lag_bound)
@@ -406,6 +413,12 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) ->
     for line in _set_damage_aside(run_dir, config.policy_name):
         progress.note(line)
     task, chat = check_inputs(config)
+    with open_readonly(run_dir.journal) as journal:
+        known = journal.meta().get("tokenizer")
+    if known is None:
+        progress.note("the journal has no digest of the run's tokenizer; that of today is recorded")
+    elif known != chat.digest:
+        progress.note(f"[model] path: tokenizer.json of {config.model.path} has changed since the run began")
     _check_models(config)
     old, new = dump_config(before).splitlines(), dump_config(config).splitlines()
     for line in old:
@@ -415,4 +428,4 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) ->
         if line not in old:
             progress.note(f"config is:  {line}")
     with run_dir.report_full_disk(), run_dir.with_trial_config(config):
-        return RunSession(config, run_dir, progress, task, chat).execute()
+        return RunSession(config, run_dir, progress, task, chat, tokenizer_known=known is not None).execute()

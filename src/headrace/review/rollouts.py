@@ -41,6 +41,14 @@ def load_chat(run_dir: Path) -> ChatFormat:
     return ChatFormat.load(latest(paths.checkpoints) or config.model.path)
 
 
+def changed_tokenizer(journal: JournalReader, chat: ChatFormat) -> str:
+    """Return a line if this is not the tokenizer that the run began with; empty if it is, or if nothing is recorded."""
+    recorded = journal.meta().get("tokenizer")
+    if recorded in (None, chat.digest):
+        return ""
+    return f"{journal.path.parent}: its tokenizer.json has changed since the run began, so texts may be wrong"
+
+
 def _completion(trace: Trace, chat: ChatFormat) -> str:
     """Return the text of a trace from its first sampled token on, including special tokens and answers of tools."""
     sampled = (trace.versions != NO_VERSION).nonzero()[0]

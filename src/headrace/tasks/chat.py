@@ -9,6 +9,7 @@ code: they run in jinja's sandbox, and their errors become one `ModelError`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -47,11 +48,14 @@ class ChatFormat:
         stop_token_ids: Iterable[int] = (),
         *,
         origin: str = "the model",
+        digest: str = "",
     ) -> None:
         """Use `load` instead. The end of turn that the template itself writes also counts as a stop token."""
         self._tokenizer = tokenizer
         self._template = template
         self._origin = origin
+        self.digest = digest
+        """The SHA-256 digest of `tokenizer.json`: the same tokens mean the same text."""
         known = list(stop_token_ids)
         if (end := self._end_of_turn()) is not None:
             known.insert(0, end)
@@ -77,6 +81,7 @@ class ChatFormat:
             ChatTemplate(source, special, str(path)) if source is not None else None,
             _stop_token_ids(path, tokenizer, special),
             origin=str(path),
+            digest=hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest(),
         )
 
     def open(self, messages: Sequence[Mapping[str, Any]], *, tools: Tools = None) -> Int32Array:

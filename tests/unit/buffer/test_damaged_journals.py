@@ -11,7 +11,7 @@ from test_recovery import dead_run
 
 from headrace.buffer.journal import Journal, open_readonly
 from headrace.buffer.store import check_resumable
-from headrace.errors import UserError
+from headrace.errors import DataError, UserError
 
 
 def live_copy(tmp_path: Path) -> Path:
@@ -101,9 +101,85 @@ def test_a_damaged_record_of_a_trained_step_ends_what_can_be_trained_again(tmp_p
     path = tmp_path / "journal.db"
     dead_run(path)
     with sqlite3.connect(path) as db:
-        db.execute("UPDATE rollouts SET offset = (SELECT offset FROM rollouts WHERE id = '0/0') WHERE id = '3/0'")
+        other = "(SELECT offset FROM rollouts WHERE id = '0/0')"
+        db.execute(f"UPDATE rollouts SET offset = {other}, checksum = NULL WHERE id = '3/0'")
+    db.close()
     with Journal(path) as journal:
         found = journal.recover(step=2)
         assert "the tokens of group 3 cannot be read" in found.damage[0], "the record there is of another rollout"
         assert found.resume_step == 3
         assert found.groups.reasons["dropped"] == {"rolled back": 1}
+
+
+def damage(path: Path, sql: str) -> None:
+    """Change rows as a faulty disk would: the checksums stay."""
+    with sqlite3.connect(path) as db:
+        db.execute(sql)
+    db.close()
+
+
+@pytest.mark.parametrize(
+    ("sql", "line", "failed", "resume_step"),
+    [
+        ("UPDATE groups SET prompt = 'p5' WHERE id = 4", "table groups do not match their checksums (id 4)", [4], 5),
+        ("UPDATE rollouts SET reward = 64 WHERE id = '4/0'", "table rollouts do not match", [4], 5),
+        ("UPDATE groups SET version = 9 WHERE id = 7", "(id 7)", [7], 5),
+        ("UPDATE groups SET step = 6 WHERE id = 3", "(id 3)", [3], 3),
+        ("UPDATE rollouts SET length = 5 WHERE id = '5/1'", "(group_id 5)", [5], 4),
+        ("UPDATE rollouts SET ending = CAST(X'ff00' AS TEXT) WHERE id = '4/1'", "(group_id 4)", [4], 5),
+        ("UPDATE steps SET version = 8 WHERE step = 4", "table steps do not match their checksums (step 4)", [], 3),
+        ("UPDATE steps SET version = 8 WHERE step = 1", "(step 1)", [], 5),
+        ("UPDATE versions SET digest = 'x' WHERE id = 3", "table versions do not match their checksums (id 3)", [], 5),
+        ("UPDATE groups SET prompt = 'p5' WHERE id = 0", "(id 0)", [], 5),
+    ],
+)
+def test_a_damaged_row_is_named_and_its_group_failed_if_it_is_needed(
+    tmp_path: Path, sql: str, line: str, failed: list[int], resume_step: int
+) -> None:
+    path = tmp_path / "journal.db"
+    dead_run(path)
+    with open_readonly(path) as reader:
+        assert reader.imbalances() == []
+    damage(path, sql)
+    with open_readonly(path) as reader:
+        assert any("that are damaged" in problem for problem in reader.imbalances())
+    with Journal(path) as journal:
+        found = journal.recover(step=2)
+        assert f"{path} is damaged: rows of the " in found.damage[0] and line in found.damage[0]
+        assert found.resume_step == resume_step
+        assert found.groups.failed == len(failed)
+        assert not {left.group.id for left in found.unfinished} & set(failed)
+        journal.flush()
+        with open_readonly(path) as reader:
+            rows = reader.rows("SELECT id FROM groups WHERE state = 'failed' ORDER BY id")
+            assert [row["id"] for row in rows] == failed
+            settled = resume_step == 5 and not failed
+            assert [p for p in reader.imbalances() if not (settled and "damaged" in p)] == []
+
+
+def test_a_damaged_row_is_not_shown_as_if_it_were_true(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    dead_run(path)
+    damage(path, "UPDATE rollouts SET reward = 0.75 WHERE id = '1/1'")
+    with open_readonly(path) as reader:
+        assert [record.id for record in reader.rollout_records("group_id = 0")] == ["0/0", "0/1"]
+        with pytest.raises(DataError, match=r"journal\.db is damaged: the row of rollout 1/1 is not as it was written"):
+            list(reader.rollout_records("reward > 0"))
+
+
+def test_a_journal_from_before_checksums_is_read_and_gets_them(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    dead_run(path)
+    with sqlite3.connect(path) as db:
+        for table in ("meta", "versions", "groups", "rollouts", "steps"):
+            db.execute(f"ALTER TABLE {table} DROP COLUMN checksum")
+    db.close()
+    with open_readonly(path) as reader:
+        assert reader.imbalances() == [] and len(list(reader.rollout_records())) == 16
+    with Journal(path) as journal:
+        found = journal.recover(step=2)
+        assert found.damage == [] and found.resume_step == 5
+        journal.group_ended(4, "failed", "a reason")
+    damage(path, "UPDATE groups SET reason = 'another' WHERE id = 4")
+    with open_readonly(path) as reader:
+        assert reader.imbalances() == ["1 rows of groups that are damaged: 4"]

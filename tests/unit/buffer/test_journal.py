@@ -84,7 +84,7 @@ def test_every_event_is_a_row(tmp_path: Path) -> None:
     with open_readonly(tmp_path / "journal.db") as reader:
         assert reader.meta() == {"schema": 3, "name": "run", "lag_bound": 3}
         digest = "f" * 16
-        assert reader.rows("SELECT * FROM versions") == [
+        assert reader.rows("SELECT id, parent, step, digest, published, policy FROM versions") == [
             {"id": 2, "parent": 1, "step": 4, "digest": digest, "published": 1000.0, "policy": "policy"}
         ]
         (delivery,) = reader.rows("SELECT * FROM deliveries")

@@ -67,4 +67,4 @@ class JournalMaker:
 
     def meta(self, **values: Any) -> None:
         for key, value in values.items():
-            self.db.execute("INSERT INTO meta VALUES (?, ?)", (key, json.dumps(value)))
+            self.db.execute("INSERT INTO meta (key, value) VALUES (?, ?)", (key, json.dumps(value)))

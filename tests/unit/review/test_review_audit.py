@@ -153,7 +153,7 @@ def test_a_damaged_record_and_a_row_that_does_not_fit_are_named(tmp_path: Path) 
     run_dir = run.close()
     with sqlite3.connect(run_dir / "journal.db") as db:
         (offset,) = db.execute("SELECT offset FROM rollouts WHERE id = '1/0'").fetchone()
-        db.execute("UPDATE rollouts SET sampled_tokens = 2 WHERE id = '2/0'")
+        db.execute("UPDATE rollouts SET sampled_tokens = 2, checksum = NULL WHERE id = '2/0'")
     segment = run_dir / "segments" / "000001.seg"
     data = bytearray(segment.read_bytes())
     data[offset + 30] ^= 1

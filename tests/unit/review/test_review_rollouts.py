@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from headrace.buffer.reader import JournalReader, open_readonly
 from headrace.errors import UserError
-from headrace.review.rollouts import export, load_chat, shown, table
+from headrace.review.rollouts import changed_tokenizer, export, load_chat, shown, table
 
 
 @pytest.fixture
@@ -173,3 +173,18 @@ def test_an_export_that_cannot_be_made_is_one_line(
         with pytest.raises(UserError, match=r'pyarrow \(pip install "headrace\[parquet\]"\)'):
             export(tmp_path / "out.parquet", journal, journal.rollout_records())
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_a_tokenizer_that_has_changed_since_the_run_began_is_named(tmp_path: Path) -> None:
+    for name, recorded, line in (
+        ("same", hashlib.sha256((MODEL / "tokenizer.json").read_bytes()).hexdigest(), ""),
+        ("other", "0" * 64, f"{tmp_path / 'other'}: its tokenizer.json has changed since the run began"),
+        ("old", None, ""),
+    ):
+        run = RunMaker(tmp_path / name)
+        if recorded is not None:
+            run.journal.meta("tokenizer", recorded)
+        path = run.close()
+        with opened(path) as journal:
+            assert changed_tokenizer(journal, load_chat(path)).startswith(line)
+            assert bool(changed_tokenizer(journal, load_chat(path))) == bool(line)
