@@ -4,7 +4,7 @@
  *   W  a = data            bytes written at offset `number` of an inode
  *   T                      an inode cut or extended to `number` bytes
  *   S                      an inode (file or directory) synced
- *   N  a = path            a name now means this inode (created, opened or made)
+ *   N  a = path            a name means this inode: created or opened (`number` 0), or made as a directory (1)
  *   R  a = path, b = path  renamed
  *   U  a = path            a name removed
  * Every call and its entry are under one lock, so that the order of the log is the order of the calls.
@@ -87,7 +87,7 @@ static uint64_t of_fd(int fd) { /* the inode of a descriptor of a file or direct
 static void opened(int dir, const char *name, int fd, int flags) {
     char path[PATH_MAX];
     struct stat found;
-    if (fd < 0 || !(flags & (O_CREAT | O_TRUNC)) || !named(dir, name, path) || fstat(fd, &found)) return;
+    if (fd < 0 || !named(dir, name, path) || fstat(fd, &found)) return;
     if (!S_ISREG(found.st_mode)) return;
     int saved = errno, log = log_fd();
     entry(log, 'N', found.st_ino, 0, path, strlen(path), 0, 0);

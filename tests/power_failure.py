@@ -93,12 +93,9 @@ class Disk:
         self.inodes: dict[int, File | Directory] = {root.stat().st_ino: self.top}
 
     def apply(self, event: Event) -> None:
+        """Replay one call."""
         if event.kind == "N":
-            directory, name = self._find(event.a)
-            if name in directory.names and self.inodes.get(event.inode) is directory.names[name]:
-                return  # an existing file was opened
-            self.inodes[event.inode] = Directory() if event.number else File()
-            directory.change((name, self.inodes[event.inode]))
+            self._name(event)
         elif event.kind == "R":
             (source, old), (target, new) = self._find(event.a), self._find(event.b)
             assert source is target, "a rename between directories"
@@ -113,6 +110,18 @@ class Disk:
             else:
                 assert isinstance(found, File)
                 found.change(event.number, event.a if event.kind == "W" else None)
+
+    def _name(self, event: Event) -> None:
+        directory, name = self._find(event.a)
+        known = self.inodes.get(event.inode)
+        if known is not None and known is directory.names.get(name):
+            return  # an existing file was opened
+        for old, found in directory.names.items():
+            if found is known:  # a library renamed it without libc, as safetensors does
+                directory.change((old, None), (name, found))
+                return
+        self.inodes[event.inode] = Directory() if event.number else File()
+        directory.change((name, self.inodes[event.inode]))
 
     def _find(self, path: bytes) -> tuple[Directory, str]:
         *parents, name = Path(path.decode()).relative_to(self.root).parts
