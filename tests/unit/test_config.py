@@ -28,7 +28,8 @@ KEYS = {
     "run": {"name", "directory", "seed", "versions"},
     "model": {"path", "weights", "dtype"},
     "engine": {
-        "kind", "count", "threads", "slots", "block_size", "cache_tokens", "max_length", "prefill_chunk", "interrupt",
+        "kind", "count", "gpus", "gpus_per_engine",
+        "threads", "slots", "block_size", "cache_tokens", "max_length", "prefill_chunk", "interrupt",
         "kv", "device", "graphs", "compile", "python", "urls", "port", "arguments", "memory_fraction",
     },
     "rollouts": {
@@ -46,7 +47,7 @@ KEYS = {
     "training": {
         "threads", "learning_rate", "warmup_steps", "schedule", "weight_decay", "beta1", "beta2", "clip_norm",
         "micro_batch_tokens", "share_prefixes", "checkpoint_every", "keep_checkpoints", "learning_rates", "optimizer",
-        "max_skipped", "ranks", "tensor_parallel", "compute_dtype", "activation_checkpointing", "offload",
+        "max_skipped", "ranks", "gpus", "tensor_parallel", "compute_dtype", "activation_checkpointing", "offload",
         "device", "compile",
     },
     "lora": {"rank", "alpha", "dropout", "targets", "modules", "base", "serve"},
@@ -253,7 +254,7 @@ def test_values_that_cannot_go_together() -> None:
     with pytest.raises(ConfigError, match=r'does not go together with \[lora\] on \[model\] weights = "random"'):
         make_config(MINIMAL, [*vllm, "lora.rank=4", "model.weights=random"])
     assert (
-        make_config(MINIMAL, ["engine.kind=vllm", "engine.python=python3", "engine.interrupt=drain"]).engine.count == 1
+        make_config(MINIMAL, ["engine.kind=vllm", "engine.python=python3", "engine.interrupt=drain"]).engine.processes == 1
     )
 
 

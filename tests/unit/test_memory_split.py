@@ -179,7 +179,7 @@ def test_a_share_that_was_given_is_taken_if_it_fits(tmp_path: Path) -> None:
         r"estimated to need \d+\.\d GiB \(lower it, or "
     )
     with pytest.raises(UserError, match=expected) as refused:
-        share_beside_trainer(changed(model=path, engine={"memory_fraction": 0.45, "count": 2}), H200)
+        share_beside_trainer(changed(model=path, engine={"memory_fraction": 0.45}), H200, 2)
     assert "\n" not in str(refused.value)
 
 

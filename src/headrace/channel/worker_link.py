@@ -58,15 +58,24 @@ class Incoming(msgspec.Struct, frozen=True):
 class WorkerLink:
     """The link that every role of a worker uses. It is made from (name, address, run directory) alone.
 
+    `neighbours` are the names of the workers that share this worker's GPU.
+
     `send`, `reply`, `fail` and `count_generated` may be called from any thread. `on_lost` is called when nothing was
     heard from the controller for `SILENCE_SECONDS`, and again at every later heartbeat while the silence lasts. It runs
     in the thread of the channel, and so does `beat`: nothing is sent or received until they return.
     """
 
     def __init__(
-        self, name: str, address: str, run_dir: Path, on_lost: Callable[[], None] = lambda: os._exit(EXIT_ORPHAN)
+        self,
+        name: str,
+        address: str,
+        run_dir: Path,
+        on_lost: Callable[[], None] = lambda: os._exit(EXIT_ORPHAN),
+        *,
+        neighbours: tuple[str, ...] = (),
     ) -> None:
         self.name = name
+        self.neighbours = neighbours
         self.run_dir = run_dir
         self.spans = SpanRecorder()
         self.phase = "starting"

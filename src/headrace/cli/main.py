@@ -98,13 +98,14 @@ def _report(outcome: RunSession, as_json: bool) -> None:
 def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False) -> None:
     """Validate CONFIG. Print it resolved, with the lag bound, the memory, and which side will be the bottleneck."""
     from headrace.buffer.admission import capacity, lag_bound
+    from headrace.cluster.inventory import describe, memory_needs, place_run
     from headrace.config import dump_config, load_config
     from headrace.config.memory import estimate
     from headrace.config.model_dir import model_facts
     from headrace.config.remarks import dtypes, remarks
     from headrace.pipeline.inputs import count_prompts
 
-    loaded = load_config(config, settings or [])
+    loaded, placement = place_run(load_config(config, settings or []))
     facts = model_facts(Path(loaded.model.path), loaded.model.weights)
     train_prompts, heldout_prompts = count_prompts(loaded)
     buffer, every = loaded.buffer, loaded.delivery.publish_every
@@ -116,6 +117,7 @@ def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False
         "heldout_prompts": heldout_prompts,
         "dtypes": dtypes(loaded),
         **estimate(loaded, facts),
+        "placement": describe(placement, memory_needs(loaded, facts)),
         "remarks": remarks(loaded, facts),
     }
     if as_json:
@@ -144,6 +146,7 @@ def _check_lines(found: dict[str, Any]) -> list[str]:
         f"memory      {trainer} {size['trainer']}{offloaded}, each engine {size['engine']}, shared {size['shared']}",
         f"bottleneck  {found['bottleneck']} (an estimate: generation {found['generation_seconds']:.2g} s, "
         f"training {found['training_seconds']:.2g} s a version)",
+        *(f"places      {line}" for line in found["placement"]),
         *(f"note        {remark}" for remark in found["remarks"]),
     ]
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headrace.channel.codec import Message
@@ -19,6 +19,7 @@ from headrace.channel.hub import Hub
 from headrace.channel.worker_link import EXIT_LOST
 from headrace.cluster.base import EXIT_USER_ERROR, Processes
 from headrace.cluster.launchers.base import Exit, Launcher, WorkerSpec
+from headrace.cluster.placement import Place
 from headrace.cluster.socket_dir import SocketDir, sweep_socket_dirs
 from headrace.errors import ChannelError, DeadlineError, PeerDied, UserError
 
@@ -37,11 +38,11 @@ class Fleet(Processes):
         self,
         launcher: Launcher,
         run_dir: Path,
-        workers: list[tuple[str, int]],
+        places: Sequence[Place],
         events: Events,
         restarts: Mapping[str, int] | None = None,
     ) -> None:
-        """Make the hub, but start nothing. `workers` are (role, rank) pairs.
+        """Make the hub, but start nothing. `places` has one for every worker.
 
         `restarts` says how often in a row each worker may be restarted. The death of a worker that it does not name
         ends the run.
@@ -51,13 +52,21 @@ class Fleet(Processes):
         self._restarts = dict(restarts or {})
         sweep_socket_dirs()
         self._sockets = SocketDir()
-        names = {f"{role}-{rank}" for role, rank in workers}
+        names = {place.name for place in places}
         address = f"ipc://{self._sockets.path}/hub"
         self.hub = Hub(address, self._dispatch, self._silent, self._message_dropped, names=names)
         self._refused: dict[str, str] = {}
         """The workers that are killed because their messages cannot be read, each with the reason."""
         self._specs = [
-            WorkerSpec(role=role, rank=rank, address=self.hub.address, run_dir=str(run_dir)) for role, rank in workers
+            WorkerSpec(
+                role=place.role,
+                rank=place.rank,
+                address=self.hub.address,
+                run_dir=str(run_dir),
+                neighbours=place.neighbours,
+                environment=place.environment,
+            )
+            for place in places
         ]
         self._ready: dict[str, Ready] = {}
         self._stopping = False

@@ -1,9 +1,9 @@
 """The entry point of a worker: `python -m headrace.cluster.worker_main --role R --rank N --address A --run DIR`.
 
-A worker needs only these four arguments. It inherits no descriptor and no state, and reads no environment variable
-except those that say how a GPU is shared (`mps`), so it may also be a fork of a process that has loaded its libraries.
-It ends when it is told to, when its parent dies, or when the controller falls silent. On the workers' side, concrete
-engines and trainers are chosen only here.
+A worker needs only these four arguments, and `--neighbours` if others share its GPU. It inherits no descriptor and no
+state, and reads no environment variable except those that show it its GPUs and say how one is shared (`mps`), so it may
+also be a fork of a process that has loaded its libraries. It ends when it is told to, when its parent dies, or when the
+controller falls silent. On the workers' side, concrete engines and trainers are chosen only here.
 """
 
 import argparse
@@ -25,17 +25,19 @@ from headrace.run_dir import RunDir
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse the four arguments and serve. Returns the exit code."""
+    """Parse the arguments and serve. Returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--role", choices=["engine", "trainer"], required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--address", required=True)
     parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--neighbours", default="")
     arguments = parser.parse_args(argv)
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The controller handles Ctrl-C and asks workers to stop.
     config = without_mps(RunDir(arguments.run).config_to_start_with(), os.environ)
-    link = WorkerLink(f"{arguments.role}-{arguments.rank}", arguments.address, arguments.run)
+    neighbours = tuple(filter(None, arguments.neighbours.split(",")))
+    link = WorkerLink(f"{arguments.role}-{arguments.rank}", arguments.address, arguments.run, neighbours=neighbours)
     link.start()
     try:
         if arguments.role == "engine":

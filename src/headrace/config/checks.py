@@ -90,8 +90,8 @@ def _check_buffer(config: Config) -> None:
 
 
 def _check_ranks(config: Config) -> None:
-    ranks, tensor = config.training.ranks, config.training.tensor_parallel
-    if ranks % tensor:
+    ranks, tensor = config.training.processes, config.training.tensor_parallel
+    if config.training.ranks is not None and ranks % tensor:
         raise ConfigError(f"[training] tensor_parallel: {tensor} does not divide ranks = {ranks}")
     if ranks == 1 and not config.training.offload:
         return
@@ -110,7 +110,7 @@ def _check_ranks(config: Config) -> None:
 def check_transport(config: Config) -> None:
     """Check what the transport, built in or the user's own, declares against the trainer's ranks and the engines."""
     what, facts = f'[delivery] transport = "{config.delivery.transport}"', transport_facts(config.delivery.transport)
-    if (config.training.ranks > 1 or config.training.offload) and not facts.for_ranks:
+    if (config.training.processes > 1 or config.training.offload) and not facts.for_ranks:
         raise ConfigError(f"[training] ranks: {what} needs one rank without offload")
     if config.engine.kind == "vllm" and not facts.for_servers:
         raise ConfigError(f'[engine] kind = "vllm" does not go together with {what}')
@@ -134,6 +134,8 @@ def _check_engine(config: Config) -> None:
             f"[rollouts] max_tokens = {longest} with its prompt"
         )
     if engine.kind == "embedded":
+        if engine.gpus_per_engine > 1:
+            raise ConfigError("[engine] gpus_per_engine: an embedded engine runs on one GPU")
         for key in ("python", "urls", "port", "arguments"):
             if getattr(engine, key):
                 raise ConfigError(f'[engine] {key}: only engine kind "vllm" has it')
@@ -154,7 +156,7 @@ def _check_engine(config: Config) -> None:
         '[lora] on [model] weights = "random"': lora is not None and config.model.weights == "random",
         '[lora] base = "nf4"': lora is not None and lora.base == "nf4",
         '[delivery] send = "delta"': config.delivery.send == "delta",
-        "[training] ranks above 1": config.training.ranks > 1,
+        "[training] ranks above 1": config.training.processes > 1,
         "[rollouts] top_k, top_p or min_p": config.rollouts.truncates,
     }
     for what, used in unsupported.items():

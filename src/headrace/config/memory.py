@@ -73,7 +73,7 @@ def trainer_memory(
     """Estimate the most memory that a trainer process needs. `facts` are the model's, `teacher` the teacher's."""
     training, trained = config.training, trained_parameters(config.lora, facts)
     copy = _copy_bytes(training, on_gpu)
-    sharded = training.ranks > 1 or training.offload
+    sharded = training.processes > 1 or training.offload
     held = 0 if training.offload else 1
     merged = config.lora is not None and config.lora.serve == "merged"
     sent = 4 if merged or (config.delivery.dtype or config.model.dtype) == "float32" else 2
@@ -108,17 +108,22 @@ def teacher_facts(config: Config) -> ModelFacts | None:
     return model_facts(Path(teacher), "load") if teacher is not None else None
 
 
-def engine_share(config: Config, facts: ModelFacts, total: int, teacher: ModelFacts | None = None) -> float:
-    """Return the share of a GPU of `total` bytes that is left to each engine beside the trainer, 0 or less if none."""
+def engine_share(
+    config: Config, facts: ModelFacts, total: int, teacher: ModelFacts | None = None, *, engines: int = 1
+) -> float:
+    """Return the share of a GPU of `total` bytes that is left to each of these engines beside the trainer.
+
+    The share is 0 or less if nothing is left.
+    """
     needed = trainer_memory(config, facts, teacher).total
-    return (total - needed - MARGIN_BYTES) / total / config.engine.count
+    return (total - needed - MARGIN_BYTES) / total / engines
 
 
 def state_bytes(config: Config, facts: ModelFacts, *, on_gpu: bool = True) -> int:
     """Return the bytes of one process's weights and optimizer state, on the device or in host memory."""
     training, trained = config.training, trained_parameters(config.lora, facts)
     copy = _copy_bytes(training, on_gpu)
-    if training.ranks > 1 or training.offload:
+    if training.processes > 1 or training.offload:
         frozen = 4 * facts.parameters if config.lora else 0
         return _part(trained * STATE_BYTES[training.optimizer] + frozen, training)
     own = trained * (STATE_BYTES[training.optimizer] + (copy if copy < 4 else 0))
@@ -138,7 +143,7 @@ def trained_parameters(lora: LoraConfig | None, facts: ModelFacts) -> int:
 
 
 def _part(size: int, training: TrainingConfig) -> int:
-    return -(-size // training.ranks)
+    return -(-size // training.processes)
 
 
 def _copy_bytes(training: TrainingConfig, on_gpu: bool) -> int:
@@ -171,7 +176,7 @@ def _gathered(config: Config, facts: ModelFacts, copy: int) -> int:
     longest = longest_sequence(config.engine.max_length, facts.max_positions)
     warm = config.warm_start.batch if config.warm_start.steps else 0
     sequences = max(config.buffer.groups * config.rollouts.group_size, warm)
-    row_tokens = training.micro_batch_tokens * (training.ranks // training.tensor_parallel)
+    row_tokens = training.micro_batch_tokens * (training.processes // training.tensor_parallel)
     gradients = trained if sequences * longest > row_tokens else min(trained, outer + layer)
     return copy * (outer + min(2, layers) * layer) + 4 * gradients
 
@@ -227,11 +232,19 @@ def estimate(config: Config, facts: ModelFacts) -> dict[str, Any]:
             "engine": 2 * served + cache * facts.kv_bytes_per_token * BYTES[config.model.dtype] // 4,
             "shared": 2 * served,
         },
-        "trainer_ranks": config.training.ranks,
+        "trainer_ranks": config.training.processes,
         "generation_seconds": generation,
         "training_seconds": training,
         "bottleneck": "generation" if generation > training else "training",
     }
+
+
+def least_engine_bytes(config: Config, facts: ModelFacts) -> int:
+    """Return the least GPU memory of one engine: live and staged weights, and the cache of one longest answer."""
+    size = BYTES[config.model.dtype]
+    longest = longest_sequence(config.engine.max_length, facts.max_positions)
+    tokens = config.engine.cache_tokens or min(longest, PROMPT_TOKENS + config.rollouts.max_tokens)
+    return 2 * facts.parameters * size + tokens * facts.kv_bytes_per_token * size // 4
 
 
 def _generation(config: Config, facts: ModelFacts, answers: int, tokens: float) -> float:

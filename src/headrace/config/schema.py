@@ -28,6 +28,8 @@ NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 BelowOne = Annotated[float, Meta(ge=0, lt=1)]
+Gpus = NonNegative | str | list[NonNegative]
+"""A number of GPUs, a list of their indices, or a text: `"auto"`, `"0-5,7"`, `"host:0-3"`."""
 
 POLICY_LOSSES = Path(__file__).parents[1] / "algorithms" / "losses" / "policy"
 """The folder of the built-in losses. Its modules are listed, not imported, because they need torch."""
@@ -153,9 +155,15 @@ class EngineConfig(Section, frozen=True):
 
     kind: Annotated[str, Names(("embedded", "vllm"))] = "embedded"
     """The kind of engine: Headrace's own (`embedded`), vLLM servers, or `module:factory` of an engine of yours."""
-    count: Positive = 1
-    """The number of engine processes (vLLM: of servers to start). On GPUs all of them take GPU 0, whatever the number:
-    more engines use no further GPU."""
+    count: Positive | None = None
+    """The number of engine processes (vLLM: of servers to start). It follows from `gpus` where GPUs are used, and is
+    otherwise 1."""
+    gpus: Gpus = "auto"
+    """The GPUs of the engines: a number, a list of indices, or a text such as "0-5,7" or "host:0-3". A GPU that is
+    listed twice serves two engines, and one that [training] lists too is shared with the trainer. `auto` takes what the
+    trainer leaves, or shares a single GPU with it."""
+    gpus_per_engine: Positive = 1
+    """The number of GPUs of each engine. Embedded engines have one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The device on which the model runs. `auto` takes a GPU if there is one."""
     memory_fraction: Share | None = None
@@ -200,7 +208,7 @@ class EngineConfig(Section, frozen=True):
     @property
     def processes(self) -> int:
         """The number of engine processes of the run."""
-        return len(self.urls) or self.count
+        return len(self.urls) or self.count or 1
 
 
 class RolloutsConfig(Section, frozen=True):
@@ -361,11 +369,14 @@ class AlgorithmConfig(Section, frozen=True):
 class TrainingConfig(Section, frozen=True):
     """[training]: how batches become new weights."""
 
-    ranks: Positive = 1
-    """The number of trainer processes that share the model, its optimizer and the work of a step. On GPUs rank 0
-    takes GPU 0, rank 1 takes GPU 1 and so on, so there must be as many GPUs as ranks; the engines share GPU 0 with
-    rank 0. More than one rank is not possible with `[engine] kind` "vllm", optimizer "adamw_8bit", `[lora] base` "nf4",
-    `[delivery] send` "delta" or transport "nccl"."""
+    ranks: Positive | None = None
+    """The number of trainer processes that share the model, its optimizer and the work of a step. It follows from
+    `gpus` where GPUs are used, one GPU for each rank, and is otherwise 1. More than one rank is not possible with
+    `[engine] kind` "vllm", optimizer "adamw_8bit", `[lora] base` "nf4", `[delivery] send` "delta" or transport
+    "nccl"."""
+    gpus: Gpus = "auto"
+    """The GPUs of the trainer, one for each rank: a number, a list of indices, or a text such as "6-7" or "host:0-3".
+    `auto` divides the GPUs between trainer and engines by the estimate of `headrace check`, or shares a single one."""
     tensor_parallel: Positive = 1
     """The number of ranks that work together on one row of tokens, each with a slice of every matrix. It must divide
     `ranks`."""
@@ -415,6 +426,11 @@ class TrainingConfig(Section, frozen=True):
     A run that is killed before that has none."""
     keep_checkpoints: Positive = 2
     """The number of newest checkpoints that stay on disk."""
+
+    @property
+    def processes(self) -> int:
+        """The number of trainer processes of the run."""
+        return self.ranks or 1
 
 
 class LoraConfig(Section, frozen=True):

@@ -26,8 +26,10 @@ from headrace.buffer.journal import Journal
 from headrace.buffer.reader import open_readonly
 from headrace.buffer.store import check_resumable
 from headrace.channel.events import Events
+from headrace.cluster.inventory import place_run
 from headrace.cluster.launchers.local import make_launcher
 from headrace.cluster.mps import Mps, sweep_daemons
+from headrace.cluster.placement import Placement
 from headrace.cluster.supervision import Fleet
 from headrace.config import AgentTaskConfig, Config, dump_config, with_settings
 from headrace.config.file_digests import check_digests
@@ -66,11 +68,10 @@ WATCH_SECONDS = 1.0
 class Workers:
     """The worker processes of a run, ready to be started, and the handles to talk to them."""
 
-    def __init__(self, config: Config, run_dir: RunDir) -> None:
+    def __init__(self, config: Config, run_dir: RunDir, placement: Placement) -> None:
         prepare(config.delivery, run_dir.path)
         (run_dir.path / RENDEZVOUS).unlink(missing_ok=True)
-        trainers = [("trainer", rank) for rank in range(config.training.ranks)]
-        engines = [("engine", rank) for rank in range(config.engine.processes)]
+        trainers, engines = placement.of("trainer"), placement.of("engine")
         # Trainer ranks depend on each other: if one of several dies, the run ends and is resumed as a whole.
         restarted = engines if len(trainers) > 1 else [*trainers, *engines]
         sweep_daemons()
@@ -79,16 +80,18 @@ class Workers:
         self.fleet = Fleet(
             make_launcher(config, self.mps.environment),
             run_dir.path,
-            [*trainers, *engines],
+            placement.places,
             self.events,
-            {f"{role}-{rank}": config.pipeline.restarts for role, rank in restarted},
+            {place.name: config.pipeline.restarts for place in restarted},
         )
         stall, deadline = config.pipeline.stall_seconds, config.delivery.deadline
         self.engines = {
-            name: RemoteEngine(self.fleet.hub, name, load_deadline=deadline, token_deadline=stall)
-            for name in (f"{role}-{rank}" for role, rank in engines)
+            place.name: RemoteEngine(self.fleet.hub, place.name, load_deadline=deadline, token_deadline=stall)
+            for place in engines
         }
-        others = [f"{role}-{rank}" for role, rank in trainers[1:]]
+        self.beside_trainer = [place.name for place in engines if TRAINER in place.neighbours]
+        """The engines that share their GPU with the trainer."""
+        others = [place.name for place in trainers[1:]]
         self.trainer = RemoteTrainer(self.fleet.hub, TRAINER, deadline=max(stall, deadline), others=others)
 
 
@@ -143,7 +146,7 @@ class RunSession:
             self.progress.note(remark)
         workers: Workers | None = None
         try:
-            workers = Workers(self.config, self.run_dir)
+            workers = Workers(self.config, self.run_dir, place_run(self.config)[1])
             if workers.mps.missing:
                 said = f'[pipeline] one_gpu = "mps": {workers.mps.missing}'
                 self.progress.note(f"{said}; trainer and engines take turns instead")
@@ -301,9 +304,9 @@ class RunSession:
             await asyncio.sleep(WATCH_SECONDS)
             if fleet.restarting:
                 controller.waits.moved()  # Each restart has its own deadline.
-            if turns and fleet.facts(TRAINER).get("device") != "cpu" and fleet.phases.get(TRAINER) == "stepping":
-                # Engines may be waiting for their turn on the GPU, so that their silence is no fault.
-                for name in workers.engines:
+            if turns and fleet.phases.get(TRAINER) == "stepping":
+                # These may be waiting for their turn on the GPU, so that their silence is no fault.
+                for name in workers.beside_trainer:
                     watch.forget(name)
             for name in watch.stuck(controller.parts.pool.running, limit / 2):
                 self.progress.note(f"{name} has requests and sent no token for {limit / 2:g} s: it is ended")
@@ -354,6 +357,7 @@ def start_run(
     `reward` replaces the configured reward function. `prompts` holds JSON lines to write into the run directory, as
     `prompts.jsonl`.
     """
+    config, _ = place_run(config)
     run_dir = RunDir.create(config)
     session = None
     try:
@@ -408,7 +412,7 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) ->
     run_dir, before = RunDir.open(path)
     if not run_dir.journal.is_file():
         raise UserError(f"{path}: nothing to resume (it has no journal.db)")
-    config = with_settings(before, settings)
+    config, _ = place_run(with_settings(before, settings))
     check_resumable(run_dir.journal)
     for line in _set_damage_aside(run_dir, config.policy_name):
         progress.note(line)

@@ -194,7 +194,7 @@ class SimRun:
                 token_seconds=token_seconds,
                 interrupt=config.engine.interrupt,
             )
-            for n in range(config.engine.count)
+            for n in range(config.engine.processes)
         ]
         self.trainer = _Trainer(policy, train_seconds, events, before.resume_step)
         known = before.last_version >= 0

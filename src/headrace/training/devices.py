@@ -20,7 +20,9 @@ def compute_dtype(training: TrainingConfig, device: torch.device) -> str:
 
 
 def engine_device(config: Config) -> str:
-    """Return the device on which the run's engines are, on this host."""
+    """Return the device on which engines take weights, on this host. Servers take them from the host's memory."""
+    if config.engine.kind == "vllm":
+        return "cpu"
     on_gpu = config.engine.device == "cuda" or (config.engine.device == "auto" and torch.cuda.is_available())
     return "cuda" if on_gpu else "cpu"
 

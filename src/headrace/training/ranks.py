@@ -116,10 +116,7 @@ def join(store: Path, rank: int, ranks: int, *, tensor_parallel: int, device: st
         os.environ.setdefault(variable, _LOOPBACK)
     place = torch.device(device)
     if place.type == "cuda":
-        if ranks > (here := torch.cuda.device_count()):
-            # NCCL does not work with two ranks on one GPU.
-            raise UserError(f"[training] ranks: {ranks} ranks need {ranks} GPUs, and this machine has {here}")
-        place = torch.device("cuda", rank)
+        place = torch.device("cuda", 0)  # Of the GPUs that a worker sees, the first one is its own.
         torch.cuda.set_device(place)
     wait = timedelta(seconds=timeout)
     dist.init_process_group(

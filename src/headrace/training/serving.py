@@ -83,7 +83,7 @@ def build_trainer(
         dtype="float32",
         seed=config.run.seed,
         # A GPU may not have room for the whole model, so several ranks shard it, and 4 bits are packed, on the host.
-        device="cpu" if config.training.offload or config.training.ranks > 1 or in_four_bits else device,
+        device="cpu" if config.training.offload or config.training.processes > 1 or in_four_bits else device,
     )
     adapter, base_digest = None, 0
     if config.lora is not None:
@@ -149,7 +149,7 @@ def make_publisher(link: WorkerLink, config: Config, built: Built) -> Publisher:
         ranks.rank if ranks else 0,
         trainer=str(ranks.device) if ranks else built.device,
         engines=engine_device(config),
-        receivers=config.engine.count,
+        receivers=config.engine.processes,
         relays=ranks is None,  # an engine can relay the whole model, but not the parts in which it arrived
     )
     return Publisher(
@@ -193,7 +193,7 @@ class TrainerRole:
                 self.trainer.load(self.resumed_from)
         self.publisher = make_publisher(link, config, built)
         self.choice = choose(config.delivery, trainer=self.device, engines=engine_device(config))
-        shared = self.device == "cuda" and self.ranks is None and engine_device(config) == "cuda"
+        shared = self.device == "cuda" and any(name.startswith("engine") for name in link.neighbours)
         self.turns = TrainerTurns(link.run_dir / TURNS) if shared and config.pipeline.one_gpu == "turns" else None
         link.phase = "compiling"
         with link.spans.span("compile"):
@@ -386,15 +386,15 @@ class TrainerRole:
 def join_ranks(link: WorkerLink, config: Config, device: str) -> Ranks | None:
     """Join the trainer's ranks and return this process's place among them, or None if there is only one rank."""
     training, pipeline = config.training, config.pipeline
-    if training.ranks == 1 and not training.offload:
+    if training.processes == 1 and not training.offload:
         return None
     link.phase = "meeting the other ranks"
-    if training.ranks == 1:
+    if training.processes == 1:
         (link.run_dir / remote.RENDEZVOUS).unlink(missing_ok=True)  # The file of a previous process.
     return join(
         link.run_dir / remote.RENDEZVOUS,
         int(link.name.removeprefix("trainer-")),
-        training.ranks,
+        training.processes,
         tensor_parallel=training.tensor_parallel,
         device=device,
         timeout=max(pipeline.start_seconds, pipeline.stall_seconds, config.delivery.deadline),

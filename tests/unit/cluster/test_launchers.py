@@ -15,6 +15,7 @@ import pytest
 
 from headrace.cluster.launchers.base import Launcher, WorkerSpec
 from headrace.cluster.launchers.local import SHARED, ForkedLauncher, LocalLauncher, make_launcher
+from headrace.cluster.placement import Place
 from headrace.config import dump_config, load_config
 
 ROOT = Path(__file__).parents[3]
@@ -73,6 +74,10 @@ def seen(run_dir: str) -> dict[int, list[str]]:
     return found
 
 
+def environment(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/environ").read_text().split("\0")
+
+
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
@@ -116,6 +121,19 @@ async def test_a_worker_is_seen_killed_told_and_started_again(launcher: Launcher
         assert (exited.name, exited.code) == ("trainer-0", -signal.SIGKILL)
         assert not seen(spec.run_dir)
     launcher.kill(spec.name)
+
+
+async def test_a_worker_sees_the_gpus_of_its_place(spec: WorkerSpec) -> None:
+    launcher = LocalLauncher({"CUDA_VISIBLE_DEVICES": "0,1,2"})
+    place = Place(role="trainer", rank=0, host="localhost", gpus=("2",), maps=("0",), neighbours=("engine-1",))
+    placed = msgspec.structs.replace(spec, environment=place.environment, neighbours=place.neighbours)
+    await launcher.start(placed)
+    await until(lambda: seen(spec.run_dir))
+    ((pid, command),) = seen(spec.run_dir).items()
+    assert "CUDA_VISIBLE_DEVICES=2,0" in environment(pid)
+    assert command[-2:] == ["--neighbours", "engine-1"]
+    launcher.kill(spec.name)
+    await asyncio.wait_for(launcher.next_exit(), SECONDS)
 
 
 async def test_stop_leaves_nothing_and_may_be_called_again(launcher: Launcher, spec: WorkerSpec) -> None:

@@ -11,6 +11,7 @@ from headrace.channel.worker_link import EXIT_LOST, WorkerLink
 from headrace.cluster import supervision
 from headrace.cluster.base import EXIT_USER_ERROR
 from headrace.cluster.launchers.base import Exit, WorkerSpec
+from headrace.cluster.placement import Place
 from headrace.cluster.supervision import Fleet
 from headrace.errors import PeerDied, UserError
 
@@ -58,7 +59,7 @@ async def until(holds: Callable[[], bool]) -> None:
 async def supervised(tmp_path: Path, play: Callable[[Fleet, Played], Awaitable[None]]) -> list[PeerDied]:
     """Run `play` beside the watch over one engine that is ready; the deaths that were told."""
     launcher, events = Played(), Events()
-    fleet = Fleet(launcher, tmp_path, [("engine", 0)], events, {ENGINE: 2})
+    fleet = Fleet(launcher, tmp_path, [Place(role="engine", rank=0, host="localhost")], events, {ENGINE: 2})
     try:
         async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(fleet.watch())

@@ -17,6 +17,7 @@ from headrace.channel.hub import Hub
 from headrace.channel.worker_link import WorkerLink
 from headrace.cluster import supervision
 from headrace.cluster.launchers.base import Exit, WorkerSpec
+from headrace.cluster.placement import Place
 from headrace.cluster.supervision import Fleet
 from headrace.errors import PeerDied
 from waiting import until
@@ -63,7 +64,9 @@ class Threads:
 
 @contextlib.asynccontextmanager
 async def fleet_of(launcher: Threads, tmp_path: Path) -> AsyncIterator[Fleet]:
-    fleet = Fleet(launcher, tmp_path, [("trainer", 0)], launcher.events, {"trainer-0": 3})
+    fleet = Fleet(
+        launcher, tmp_path, [Place(role="trainer", rank=0, host="localhost")], launcher.events, {"trainer-0": 3}
+    )
     watching = asyncio.create_task(fleet.watch())
     try:
         await fleet.start(10)
@@ -139,7 +142,9 @@ async def test_of_ranks_that_die_together_the_one_that_was_killed_is_named(
 ) -> None:
     monkeypatch.setattr(supervision, "EXIT_NEWS_SECONDS", 0.3)
     launcher = Threads()
-    fleet = Fleet(launcher, tmp_path, [("trainer", 0), ("trainer", 1), ("engine", 0)], Events())
+    workers = [("trainer", 0), ("trainer", 1), ("engine", 0)]
+    places = [Place(role=role, rank=rank, host="localhost") for role, rank in workers]
+    fleet = Fleet(launcher, tmp_path, places, Events())
     watching = asyncio.create_task(fleet.watch())
     try:
         await fleet.start(10)

@@ -11,7 +11,8 @@ launcher:
             print("starting", spec.name)
             await super().start(spec)
 
-A launcher of another kind starts `python -m headrace.cluster.worker_main` with `spec.arguments` on any host.
+A launcher of another kind starts `python -m headrace.cluster.worker_main` with `spec.arguments` and the variables of
+`spec.environment` on any host.
 """
 
 from typing import Protocol
@@ -26,6 +27,10 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     address: str
     run_dir: str
+    neighbours: tuple[str, ...] = ()
+    """The names of the workers that share its GPU."""
+    environment: dict[str, str] = {}
+    """The environment variables of this worker alone: those that show it its GPUs."""
 
     @property
     def name(self) -> str:
@@ -36,6 +41,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     def arguments(self) -> list[str]:
         """The command-line arguments for `headrace.cluster.worker_main`."""
         own = {"--role": self.role, "--rank": str(self.rank), "--address": self.address, "--run": self.run_dir}
+        own |= {"--neighbours": ",".join(self.neighbours)} if self.neighbours else {}
         return [word for pair in own.items() for word in pair]
 
 

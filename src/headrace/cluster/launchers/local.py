@@ -67,7 +67,7 @@ class LocalLauncher(_HostLauncher):
         log = self._log(spec)
         self._logs[spec.name] = log, _size(log)
         command = [sys.executable, "-m", "headrace.cluster.worker_main", *spec.arguments]
-        process = await _spawn(command, log, {**self._environment, "PYTHONUNBUFFERED": "1"})
+        process = await _spawn(command, log, {**self._environment, **spec.environment, "PYTHONUNBUFFERED": "1"})
         self._processes[spec.name] = process
         self._watchers.append(asyncio.create_task(self._watch(spec.name, process), name=f"watch {spec.name}"))
 
@@ -121,7 +121,7 @@ class ForkedLauncher(_HostLauncher):
             Start(
                 name=spec.name,
                 arguments=spec.arguments,
-                environment=self._environment,
+                environment={**self._environment, **spec.environment},
                 directory=str(Path.cwd()),
                 log=str(log),
             )

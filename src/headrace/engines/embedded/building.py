@@ -33,11 +33,13 @@ from headrace.models.loading import choose_device, load_model, named_weights
 from headrace.models.lora import Adapter, frozen_linears
 from headrace.models.rounding import round_weights
 
+EVERY_ENGINE = 0.9
+"""The share of a GPU's memory that the engines on it take together, if there are several and no trainer."""
 _SMALLER_TRAINER = "lower [training] micro_batch_tokens, set activation_checkpointing or offload, or take more ranks"
 
 
-def share_beside_trainer(config: Config, total: int) -> float:
-    """Return the share of a GPU of `total` bytes that each engine may take beside the trainer.
+def share_beside_trainer(config: Config, total: int, count: int = 1) -> float:
+    """Return the share of a GPU of `total` bytes that each of `count` engines may take beside the trainer.
 
     The share is `[engine] memory_fraction`, or else what the trainer is estimated to leave. Raises `UserError` if
     trainer and engines do not fit together.
@@ -46,14 +48,13 @@ def share_beside_trainer(config: Config, total: int) -> float:
     needed = trainer_memory(config, facts, teacher).total
     given = config.engine.memory_fraction
     if given is None:
-        share = engine_share(config, facts, total, teacher)
+        share = engine_share(config, facts, total, teacher, engines=count)
         if share <= 0:
             raise UserError(
                 f"trainer and engine do not fit on one GPU of {total / 2**30:.0f} GiB: the trainer is estimated to need"
                 f" {needed / 2**30:.1f} GiB, and {MARGIN_BYTES / 2**30:.0f} GiB are a margin ({_SMALLER_TRAINER})"
             )
         return share
-    count = config.engine.count
     # No margin is counted, because a user who sets the fraction has decided on the margin.
     if needed + round(given * total) * count > total:
         raise UserError(
@@ -78,10 +79,13 @@ def build(link: WorkerLink, config: Config) -> EngineLoop:
     """Load the model, check it, prepare the engine and report to the link that it is ready."""
     device = choose_device(config.engine.device, "engine")
     engine = config.engine
-    shared = device == "cuda" and choose_device(config.training.device, "training") == "cuda"
+    shared = device == "cuda" and any(name.startswith("trainer") for name in link.neighbours)
+    beside = 1 + sum(name.startswith("engine") for name in link.neighbours)
     if shared:
         total = torch.cuda.get_device_properties(0).total_memory
-        engine = msgspec.structs.replace(engine, memory_fraction=share_beside_trainer(config, total))
+        engine = msgspec.structs.replace(engine, memory_fraction=share_beside_trainer(config, total, beside))
+    elif beside > 1 and engine.memory_fraction is None:
+        engine = msgspec.structs.replace(engine, memory_fraction=EVERY_ENGINE / beside)
     with link.spans.span("load"):
         model = load_model(
             config.model.path,

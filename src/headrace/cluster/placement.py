@@ -1,0 +1,314 @@
+"""Placement: on which host and on which GPUs every worker of a run is, computed from the configuration and the hosts.
+
+Nothing here looks at the machine: `cluster.inventory` says what a host has. The rules, in their order:
+
+- `gpus` of [engine] and [training] is a number, or names GPUs: `[0, 1]`, `"0-5"`, or `"hostA:0-7,hostB:0-3"`. An index
+  counts the GPUs that this run may see, so a scheduler's `CUDA_VISIBLE_DEVICES` is respected.
+- A number of GPUs for the trainer is taken from the end of the first host that has so many, and engines take the GPUs
+  before them. One engine never spans two hosts.
+- What is `"auto"` gets the rest. If both are, a single GPU is shared, and several are divided so that the slower side
+  gets more.
+- Without GPUs, trainer ranks take one host after the other, and engines go where the fewest workers are.
+
+A worker sees its own GPUs first. After them it sees those whose memory its transport maps, and uses them for nothing
+else.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from headrace.config.checks import check_together
+from headrace.config.declared import transport_facts
+from headrace.config.schema import Config, Gpus
+from headrace.errors import ConfigError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_RANGE = re.compile(r"(?:(?P<host>[^:,]+):)?(?P<first>\d+)(?:-(?P<last>\d+))?")
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    """A GPU of a host: its name as `CUDA_VISIBLE_DEVICES` takes it (an index or a UUID), and its memory in bytes."""
+
+    id: str
+    memory: int = 0
+
+
+class Host(msgspec.Struct, frozen=True):
+    """A host with the GPUs and cores that the run may use."""
+
+    name: str
+    gpus: tuple[Gpu, ...] = ()
+    cores: int = 1
+
+
+class Slot(msgspec.Struct, frozen=True):
+    """One GPU of one host, by its index on that host."""
+
+    host: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"GPU {self.index} of {self.host}"
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one worker is."""
+
+    role: str
+    rank: int
+    host: str
+    gpus: tuple[str, ...] = ()
+    """Its own GPUs. Empty if it computes on the CPU."""
+    maps: tuple[str, ...] = ()
+    """The other GPUs that it must see, because its transport maps their memory."""
+    neighbours: tuple[str, ...] = ()
+    """The names of the workers that share a GPU with it."""
+    threads: int = 1
+
+    @property
+    def name(self) -> str:
+        """The name of the worker: `engine-0`, `trainer-0`, ..."""
+        return f"{self.role}-{self.rank}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment variables that show these GPUs, and no others, to the worker."""
+        return {VISIBLE: ",".join((*self.gpus, *self.maps))}
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """The places of all workers: trainer ranks first, then engines, each in the order of their ranks."""
+
+    places: tuple[Place, ...]
+
+    def of(self, role: str) -> list[Place]:
+        """Return the places of the workers with this role."""
+        return [place for place in self.places if place.role == role]
+
+    def applied(self, config: Config) -> Config:
+        """Return the configuration with the numbers of engines and ranks that are placed, checked again."""
+        engine, training = config.engine, config.training
+        if not engine.urls:
+            engine = msgspec.structs.replace(engine, count=len(self.of("engine")))
+        training = msgspec.structs.replace(training, ranks=len(self.of("trainer")))
+        # Each side must know the device of the other, and sees only its own GPUs.
+        engine = msgspec.structs.replace(engine, device="cpu") if engine.gpus == 0 else engine
+        training = msgspec.structs.replace(training, device="cpu") if training.gpus == 0 else training
+        found = msgspec.structs.replace(config, engine=engine, training=training)
+        check_together(found)
+        return found
+
+
+Rates = Callable[[], tuple[float, float]]
+"""Returns the estimated seconds per version of generation and of training, on one GPU each."""
+
+
+def place(config: Config, hosts: Sequence[Host], rates: Rates = lambda: (1.0, 1.0)) -> Placement:
+    """Place every worker of a run on these hosts. Raises `ConfigError`, of one line, if that is impossible.
+
+    `rates` is asked only if GPUs have to be divided between the two sides.
+    """
+    serving, training = _divide(config, hosts, rates)
+    names, size = [host.name for host in hosts], config.engine.gpus_per_engine
+    ranks: list[tuple[str, list[Slot]]] = [(slot.host, [slot]) for slot in training]
+    if not ranks:
+        ranks = [(names[rank % len(names)], []) for rank in range(config.training.ranks or 1)]
+    engines = [(serving[i].host, serving[i : i + size]) for i in range(0, len(serving), size)]
+    if not engines:
+        engines = [(name, []) for name in _spread(config.engine.processes, names, [name for name, _ in ranks])]
+    workers = [("trainer", rank, *where) for rank, where in enumerate(ranks)]
+    workers += [("engine", rank, *where) for rank, where in enumerate(engines)]
+    ids = {Slot(host.name, i): gpu.id for host in hosts for i, gpu in enumerate(host.gpus)}
+    maps = _maps_trainer(config)
+
+    def at(role: str, rank: int, host: str, own: list[Slot]) -> Place:
+        mapped = [slot for slot in training if maps and role == "engine" and own and slot.host == host]
+        others = [f"{r}-{n}" for r, n, _, slots in workers if (r, n) != (role, rank) and set(slots) & set(own)]
+        return Place(
+            role=role,
+            rank=rank,
+            host=host,
+            gpus=tuple(ids[slot] for slot in own),
+            maps=tuple(ids[slot] for slot in mapped if slot not in own),
+            neighbours=tuple(others),
+            threads=config.engine.threads if role == "engine" else config.training.threads,
+        )
+
+    return Placement(tuple(at(*worker) for worker in workers))
+
+
+def check_memory(placement: Placement, hosts: Sequence[Host], needs: Mapping[str, int]) -> None:
+    """Raise `ConfigError` if a GPU has less memory than its workers need.
+
+    `needs` is the least need in bytes of one trainer rank and of one engine, by role. A GPU whose memory is not known
+    is not checked.
+    """
+    for host in hosts:
+        for gpu in host.gpus:
+            users = [place for place in placement.places if place.host == host.name and gpu.id in place.gpus]
+            here = {user.name: needs[user.role] // len(user.gpus) for user in users}
+            if gpu.memory and sum(here.values()) > gpu.memory:
+                listed = ", ".join(f"{name} needs {need / 2**30:.1f}" for name, need in here.items())
+                raise ConfigError(f"GPU {gpu.id} of {host.name} has {gpu.memory / 2**30:.1f} GiB of memory: {listed}")
+
+
+def _divide(config: Config, hosts: Sequence[Host], rates: Rates) -> tuple[list[Slot], list[Slot]]:
+    """Return the GPUs of the engines, one engine's after the other's, and the GPUs of the trainer ranks."""
+    engine, trainer, size = config.engine, config.training, config.engine.gpus_per_engine
+    everything = [Slot(host.name, index) for host in hosts for index in range(len(host.gpus))]
+    engines = _Wish("engine", "count", engine.count, size, "cpu" if engine.urls else engine.device, engine.gpus, hosts)
+    ranks = _Wish("training", "ranks", trainer.ranks, 1, trainer.device, trainer.gpus, hosts)
+    if not everything or engines.number == ranks.number == 0:
+        return [], []
+    if len(everything) == 1:
+        if size > 1 or (ranks.number or 1) > 1:
+            raise ConfigError(f"[{'engine] gpus_per_engine' if size > 1 else 'training] ranks'}: there is only one GPU")
+        return everything * (1 if engines.number is None else engines.number), everything if ranks.number != 0 else []
+    own = ranks.named
+    if own is None:
+        free = [slot for slot in everything if slot not in (engines.named or ())]
+        kept = len(everything) - len(free) if engines.named is not None else engines.number
+        count = _share(config, len(everything), kept, rates) if ranks.number is None else ranks.number
+        left = len(everything) - (kept or 0)
+        if count > left or (count == 0 and ranks.number is None):
+            raise ConfigError(
+                f"[training] gpus: the trainer needs {max(1, count)}, and the engines leave {left} of "
+                f"{len(everything)} (name a GPU in both sections to share it)"
+            )
+        own = _last(free, count)
+    if engines.named is not None:
+        serving = engines.named
+    else:
+        serving = _whole_engines([slot for slot in everything if slot not in own], size)
+        count = len(serving) if engines.number is None else engines.number
+        if count > len(serving) or (count == 0 and engines.number is None):
+            raise ConfigError(
+                f"[engine] gpus: the engines need {max(size, count)}, and the trainer leaves {len(serving)} of "
+                f"{len(everything)} (name a GPU in both sections to share it)"
+            )
+        serving = serving[:count]
+    if len(own) > 1 and (shared := [slot for slot in own if slot in serving]):
+        raise ConfigError(f"[engine] gpus: {shared[0]} is a trainer rank's; only a trainer of one rank shares its GPU")
+    for start in range(0, len(serving), size):
+        if len({slot.host for slot in serving[start : start + size]}) > 1:
+            raise ConfigError(f"[engine] gpus: an engine of {size} GPUs would span two hosts")
+    return serving, own
+
+
+class _Wish:
+    """What one side of a run asks for: `named` GPUs, a `number` of them, or (both None) what is best."""
+
+    def __init__(
+        self, section: str, key: str, count: int | None, size: int, device: str, gpus: Gpus, hosts: Sequence[Host]
+    ) -> None:
+        self.named: list[Slot] | None = None
+        self.number = count * size if count is not None else None
+        present = sum(len(host.gpus) for host in hosts)
+        if device == "cpu":
+            if gpus not in ("auto", 0):
+                raise ConfigError(f"[{section}] gpus: nothing of this side runs on a GPU of this run")
+            self.number, self.named = 0, []
+            return
+        if device == "cuda" and not present:
+            raise ConfigError(f'[{section}] device = "cuda", but there is no GPU')
+        if gpus == "auto":
+            return
+        if isinstance(gpus, int):
+            number = gpus
+            if number > present:
+                raise ConfigError(f"[{section}] gpus = {number}, but there {_are(present)}")
+        else:
+            self.named = [_found(section, named, hosts) for named in _parsed(section, gpus)]
+            number = len(self.named)
+        if number % size:
+            raise ConfigError(f"[{section}] gpus: {number} cannot be divided into engines of gpus_per_engine = {size}")
+        if number and self.number not in (None, number):
+            raise ConfigError(f"[{section}] {key} = {count}, but gpus make {number // size}; leave one of them out")
+        if section == "training" and len(set(self.named or ())) < len(self.named or ()):
+            raise ConfigError(f"[{section}] gpus: a GPU is named twice; every rank needs its own")
+        self.number = number
+
+
+def _parsed(section: str, gpus: str | list[int]) -> Iterator[tuple[str | None, int]]:
+    """Yield the host, if one is named, and the index of every GPU that a list or a text such as `"0-5,7"` names."""
+    for word in gpus if isinstance(gpus, list) else gpus.replace(" ", "").split(","):
+        match = _RANGE.fullmatch(str(word))
+        if match is None:
+            raise ConfigError(f'[{section}] gpus: {word!r} names no GPU ("0-5", "0,2" or "host:0-3" would)')
+        for index in range(int(match["first"]), int(match["last"] or match["first"]) + 1):
+            yield match["host"], index
+
+
+def _found(section: str, named: tuple[str | None, int], hosts: Sequence[Host]) -> Slot:
+    name, index = named
+    if name is None and len(hosts) > 1:
+        raise ConfigError(f'[{section}] gpus: say of which host ("{hosts[0].name}:{index}"), because there are several')
+    host = next((host for host in hosts if name in (None, host.name)), None)
+    if host is None:
+        raise ConfigError(f"[{section}] gpus: there is no host {name!r} (only {', '.join(h.name for h in hosts)})")
+    if index >= len(host.gpus):
+        raise ConfigError(f"[{section}] gpus: {host.name} has no GPU {index}; there {_are(len(host.gpus))}")
+    return Slot(host.name, index)
+
+
+def _share(config: Config, total: int, kept: int | None, rates: Rates) -> int:
+    """Return how many of the GPUs the trainer gets, where `kept` are the engines' or None if that is open too."""
+    size, tensor = config.engine.gpus_per_engine, config.training.tensor_parallel
+    most = total - (kept if kept is not None else size)
+    if not _may_have_ranks(config):
+        return min(1, most)
+    if kept is not None:
+        return most // tensor * tensor
+    generation, training = rates()
+    possible = range(tensor, most + 1, tensor)
+    return min(possible, key=lambda n: max(generation / ((total - n) // size), training / n), default=0)
+
+
+def _may_have_ranks(config: Config) -> bool:
+    """Return whether several ranks are possible with the rest of the configuration."""
+    several = msgspec.structs.replace(config.training, ranks=2 * config.training.tensor_parallel)
+    try:
+        check_together(msgspec.structs.replace(config, training=several))
+    except ConfigError:
+        return False
+    return True
+
+
+def _last(free: list[Slot], count: int) -> list[Slot]:
+    """Return the last GPUs of the first host that has so many, or of the first hosts if none has."""
+    by_host = [list(slots) for _, slots in itertools.groupby(free, key=lambda slot: slot.host)]
+    fitting = [slots for slots in by_host if len(slots) >= count][:1]
+    found: list[Slot] = []
+    for slots in fitting or by_host:
+        found += slots[max(0, len(slots) - (count - len(found))) :]
+    return found
+
+
+def _whole_engines(free: list[Slot], size: int) -> list[Slot]:
+    """Return those of the GPUs that make whole engines on one host each."""
+    by_host = [list(slots) for _, slots in itertools.groupby(free, key=lambda slot: slot.host)]
+    return [slot for slots in by_host for slot in slots[: len(slots) // size * size]]
+
+
+def _spread(count: int, names: list[str], taken: list[str]) -> list[str]:
+    """Return a host for each engine on a CPU: where the fewest workers are, and the fewest engines among those."""
+    found: list[str] = []
+    for _ in range(count):
+        order = {name: ((taken + found).count(name), found.count(name), -i) for i, name in enumerate(names)}
+        found.append(min(names, key=order.__getitem__))
+    return sorted(found, key=names.index)
+
+
+def _maps_trainer(config: Config) -> bool:
+    """Return whether engines map the memory of the trainer's GPUs."""
+    transport = config.delivery.transport
+    if config.engine.kind == "vllm":
+        return False
+    return transport == "auto" or transport_facts(transport).on_device
+
+
+def _are(count: int) -> str:
+    return "is no GPU" if count == 0 else "is one GPU" if count == 1 else f"are {count} GPUs"

@@ -1,0 +1,355 @@
+"""Where workers are placed: the exact devices and environment of every worker, and the one line of every refusal."""
+
+import re
+from typing import Any
+
+import pytest
+
+from headrace.cluster.inventory import Device, place_run, visible
+from headrace.cluster.placement import Gpu, Host, Placement, check_memory, place
+from headrace.config import Config, with_settings
+from headrace.config.schema import GymTaskConfig, ModelConfig
+from headrace.errors import ConfigError, HeadraceError
+
+GIB = 1 << 30
+CONFIG = Config(model=ModelConfig(path="tests/data/tiny_model"), task=GymTaskConfig(name="chain_sum"))
+
+
+def host(gpus: int, name: str = "localhost", memory: int = 0) -> Host:
+    return Host(name, tuple(Gpu(str(index), memory) for index in range(gpus)), cores=16)
+
+
+def configured(*settings: str) -> Config:
+    return with_settings(CONFIG, settings)
+
+
+def shown(placement: Placement) -> dict[str, str]:
+    """Worker -> `host` or `host:own GPUs` or `host:own GPUs+mapped GPUs`."""
+    found = {}
+    for worker in placement.places:
+        gpus = ",".join(worker.gpus) + ("+" + ",".join(worker.maps) if worker.maps else "")
+        found[worker.name] = worker.host + (f":{gpus}" if gpus else "")
+    return found
+
+
+def workers(**named: Any) -> dict[str, str]:
+    """`trainer="6 7"` and `engine="0 1"` are on localhost unless they name a host; every engine maps `maps`."""
+    found = {}
+    for role in ("trainer", "engine"):
+        for rank, where in enumerate(named[role].split()):
+            place = where if where[0].isalpha() else f"localhost:{where}"
+            found[f"{role}-{rank}"] = place + (f"+{named['maps']}" if role == "engine" and named.get("maps") else "")
+    return found
+
+
+VLLM = ("engine.kind=vllm", "engine.python=python")
+CASES: dict[str, tuple[tuple[str, ...], list[Host], dict[str, str]]] = {
+    "no GPU": ((), [host(0)], workers(trainer="localhost", engine="localhost")),
+    "no GPU, two engines and two ranks": (
+        ("engine.count=2", "training.ranks=2"),
+        [host(0)],
+        workers(trainer="localhost localhost", engine="localhost localhost"),
+    ),
+    "one GPU is shared": ((), [host(1)], workers(trainer="0", engine="0")),
+    "one GPU is shared by two engines and the trainer": (
+        ("engine.count=2",),
+        [host(1)],
+        workers(trainer="0", engine="0 0"),
+    ),
+    "one GPU named by both": (("engine.gpus=[0]", "training.gpus=[0]"), [host(1)], workers(trainer="0", engine="0")),
+    "one GPU, the trainer on the CPU": (
+        ("training.device=cpu",),
+        [host(1)],
+        workers(trainer="localhost", engine="0"),
+    ),
+    "one GPU, the engines on the CPU": (("engine.gpus=0",), [host(1)], workers(trainer="0", engine="localhost")),
+    "both on the CPU beside a GPU": (
+        ("engine.device=cpu", "training.device=cpu"),
+        [host(1)],
+        workers(trainer="localhost", engine="localhost"),
+    ),
+    "two GPUs, one each": ((), [host(2)], workers(trainer="1", engine="0", maps="1")),
+    "two GPUs, named the other way round": (
+        ("engine.gpus=[1]", "training.gpus=[0]"),
+        [host(2)],
+        workers(trainer="0", engine="1", maps="0"),
+    ),
+    "two GPUs, the second one unused": (
+        ("engine.gpus=[0]", "training.gpus=[0]"),
+        [host(2)],
+        workers(trainer="0", engine="0"),
+    ),
+    "two engines on one GPU, the trainer on the other": (
+        ("engine.gpus=[0, 0]", "training.gpus=[1]"),
+        [host(2)],
+        workers(trainer="1", engine="0 0", maps="1"),
+    ),
+    "6 + 2 of 8 by numbers": (
+        ("engine.gpus=6", "training.gpus=2"),
+        [host(8)],
+        workers(trainer="6 7", engine="0 1 2 3 4 5", maps="6,7"),
+    ),
+    "6 + 2 of 8 by ranges": (
+        ("engine.gpus=0-5", "training.gpus=6-7"),
+        [host(8)],
+        workers(trainer="6 7", engine="0 1 2 3 4 5", maps="6,7"),
+    ),
+    "7 + 1 of 8, the trainer follows": (
+        ("engine.gpus=7",),
+        [host(8)],
+        workers(trainer="7", engine="0 1 2 3 4 5 6", maps="7"),
+    ),
+    "7 + 1 of 8 by the number of ranks": (
+        ("training.ranks=1",),
+        [host(8)],
+        workers(trainer="7", engine="0 1 2 3 4 5 6", maps="7"),
+    ),
+    "the engines follow the trainer": (
+        ("training.gpus=[0, 1]",),
+        [host(4)],
+        workers(trainer="0 1", engine="2 3", maps="0,1"),
+    ),
+    "two engines, the trainer takes the rest": (
+        ("engine.count=2",),
+        [host(4)],
+        workers(trainer="2 3", engine="0 1", maps="2,3"),
+    ),
+    "fewer than there are": (
+        ("engine.gpus=2", "training.gpus=1"),
+        [host(8)],
+        workers(trainer="7", engine="0 1", maps="7"),
+    ),
+    "divided evenly where both sides are equally fast": (
+        (),
+        [host(8)],
+        workers(trainer="4 5 6 7", engine="0 1 2 3", maps="4,5,6,7"),
+    ),
+    "one rank where several are impossible": (
+        ("delivery.send=delta",),
+        [host(4)],
+        workers(trainer="3", engine="0 1 2", maps="3"),
+    ),
+    "tensor ranks come in their multiples": (
+        ("training.tensor_parallel=2", "engine.gpus=5"),
+        [host(8)],
+        workers(trainer="6 7", engine="0 1 2 3 4", maps="6,7"),
+    ),
+    "by a transport that maps nothing": (
+        ("engine.gpus=1", "training.gpus=1", "delivery.transport=shm"),
+        [host(2)],
+        workers(trainer="1", engine="0"),
+    ),
+    "3 engines of 2 GPUs + 2": (
+        (*VLLM, "engine.gpus=6", "engine.gpus_per_engine=2", "training.gpus=1"),
+        [host(8)],
+        workers(trainer="7", engine="0,1 2,3 4,5"),
+    ),
+    "servers that run already take none of ours": (
+        ("engine.kind=vllm", 'engine.urls=["http://a:1", "http://b:1"]'),
+        [host(2)],
+        workers(trainer="1", engine="localhost localhost"),
+    ),
+    "two hosts of 8": (
+        ("engine.gpus=12", "training.gpus=4"),
+        [host(8, "a"), host(8, "b")],
+        workers(
+            trainer="a:4 a:5 a:6 a:7",
+            engine=" ".join([*(f"a:{i}+4,5,6,7" for i in range(4)), *(f"b:{i}" for i in range(8))]),
+        ),
+    ),
+    "two hosts, one each": (
+        ("engine.gpus=b:0-7", "training.gpus=a:0-7"),
+        [host(8, "a"), host(8, "b")],
+        workers(trainer=" ".join(f"a:{i}" for i in range(8)), engine=" ".join(f"b:{i}" for i in range(8))),
+    ),
+    "a trainer over two hosts": (
+        ("training.gpus=10", "engine.gpus=2"),
+        [host(8, "a"), host(8, "b")],
+        workers(trainer=" ".join([f"a:{i}" for i in range(8)] + ["b:6", "b:7"]), engine="b:0+6,7 b:1+6,7"),
+    ),
+    "an engine never spans two hosts": (
+        (*VLLM, "engine.gpus_per_engine=2", "training.gpus=1"),
+        [host(4, "a"), host(4, "b")],
+        workers(trainer="a:3", engine="a:0,1 b:0,1 b:2,3"),
+    ),
+    "three hosts without GPUs": (
+        ("engine.count=2",),
+        [host(0, "a"), host(0, "b"), host(0, "c")],
+        workers(trainer="a", engine="b c"),
+    ),
+    "three hosts without GPUs, two ranks": (
+        ("engine.count=2", "training.ranks=2"),
+        [host(0, "a"), host(0, "b"), host(0, "c")],
+        workers(trainer="a b", engine="b c"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_worker_has_its_place(name: str) -> None:
+    settings, hosts, wanted = CASES[name]
+    placement = place(configured(*settings), hosts)
+    assert shown(placement) == wanted
+    for worker in placement.places:
+        # Its own GPUs come first in what it sees.
+        assert worker.environment == {"CUDA_VISIBLE_DEVICES": ",".join((*worker.gpus, *worker.maps))}
+    placed = placement.applied(configured(*settings))
+    assert placed.engine.processes == len(placement.of("engine"))
+    assert placed.training.processes == len(placement.of("trainer"))
+    # A run that is resumed with what it was placed with is placed in the same way.
+    assert place(placed, hosts) == placement
+
+
+REFUSED: dict[str, tuple[tuple[str, ...], list[Host], str]] = {
+    "more than there are": (("engine.gpus=9",), [host(8)], "[engine] gpus = 9, but there are 8 GPUs"),
+    "none at all": (("training.gpus=1",), [host(0)], "[training] gpus = 1, but there is no GPU"),
+    "an unknown index": (("engine.gpus=[8]",), [host(8)], "[engine] gpus: localhost has no GPU 8; there are 8 GPUs"),
+    "an index of none": (("engine.gpus=[0]",), [host(0)], "[engine] gpus: localhost has no GPU 0; there is no GPU"),
+    "a GPU where there is none": (
+        ("training.device=cuda",),
+        [host(0)],
+        '[training] device = "cuda", but there is no GPU',
+    ),
+    "GPUs for the CPU": (
+        ("engine.device=cpu", "engine.gpus=2"),
+        [host(8)],
+        "[engine] gpus: nothing of this side runs on a GPU of this run",
+    ),
+    "both sides together": (
+        ("engine.gpus=6", "training.gpus=3"),
+        [host(8)],
+        "[training] gpus: the trainer needs 3, and the engines leave 2 of 8 (name a GPU in both sections to share it)",
+    ),
+    "engines beside a trainer's named GPUs": (
+        ("engine.gpus=6", "training.gpus=[0, 1, 2]"),
+        [host(8)],
+        "[engine] gpus: the engines need 6, and the trainer leaves 5 of 8 (name a GPU in both sections to share it)",
+    ),
+    "nothing left for the trainer": (
+        ("engine.gpus=8",),
+        [host(8)],
+        "[training] gpus: the trainer needs 1, and the engines leave 0 of 8 (name a GPU in both sections to share it)",
+    ),
+    "a count that disagrees": (
+        ("engine.gpus=6", "engine.count=3"),
+        [host(8)],
+        "[engine] count = 3, but gpus make 6; leave one of them out",
+    ),
+    "ranks that disagree": (
+        ("training.gpus=2", "training.ranks=4"),
+        [host(8)],
+        "[training] ranks = 4, but gpus make 2; leave one of them out",
+    ),
+    "two ranks on one GPU": (
+        ("training.gpus=[0, 0]",),
+        [host(8)],
+        "[training] gpus: a GPU is named twice; every rank needs its own",
+    ),
+    "ranks that would share": (
+        ("training.gpus=[0, 1]", "engine.gpus=[1, 2]"),
+        [host(8)],
+        "[engine] gpus: GPU 1 of localhost is a trainer rank's; only a trainer of one rank shares its GPU",
+    ),
+    "ranks on a single GPU": (("training.ranks=2",), [host(1)], "[training] ranks: there is only one GPU"),
+    "engines that cannot be divided": (
+        (*VLLM, "engine.gpus=5", "engine.gpus_per_engine=2"),
+        [host(8)],
+        "[engine] gpus: 5 cannot be divided into engines of gpus_per_engine = 2",
+    ),
+    "an engine over two hosts": (
+        (*VLLM, "engine.gpus=a:1,b:0", "engine.gpus_per_engine=2"),
+        [host(2, "a"), host(2, "b")],
+        "[engine] gpus: an engine of 2 GPUs would span two hosts",
+    ),
+    "an unknown host": (
+        ("engine.gpus=c:0",),
+        [host(2, "a"), host(2, "b")],
+        "[engine] gpus: there is no host 'c' (only a, b)",
+    ),
+    "an index without its host": (
+        ("engine.gpus=[0]",),
+        [host(2, "a"), host(2, "b")],
+        '[engine] gpus: say of which host ("a:0"), because there are several',
+    ),
+    "words": (
+        ("engine.gpus=all",),
+        [host(2)],
+        '[engine] gpus: \'all\' names no GPU ("0-5", "0,2" or "host:0-3" would)',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_placed_is_refused_in_one_line(name: str) -> None:
+    settings, hosts, line = REFUSED[name]
+    with pytest.raises(ConfigError, match=f"^{re.escape(line)}$"):
+        place(configured(*settings), hosts)
+
+
+@pytest.mark.parametrize(
+    ("generation", "training", "ranks"), [(7.0, 1.0, 1), (3.0, 1.0, 2), (1.0, 1.0, 4), (1.0, 3.0, 6), (1.0, 99.0, 7)]
+)
+def test_the_slower_side_gets_more_gpus(generation: float, training: float, ranks: int) -> None:
+    placement = place(CONFIG, [host(8)], lambda: (generation, training))
+    assert (len(placement.of("trainer")), len(placement.of("engine"))) == (ranks, 8 - ranks)
+
+
+def test_workers_know_who_shares_their_gpu() -> None:
+    placement = place(configured("engine.gpus=[0, 0, 1]", "training.gpus=[0]"), [host(2)])
+    assert {worker.name: worker.neighbours for worker in placement.places} == {
+        "trainer-0": ("engine-0", "engine-1"),
+        "engine-0": ("trainer-0", "engine-1"),
+        "engine-1": ("trainer-0", "engine-0"),
+        "engine-2": (),
+    }
+
+
+def test_a_gpu_with_too_little_memory_is_refused_by_name() -> None:
+    hosts = [host(2, memory=80 * GIB)]
+    needs = {"trainer": 70 * GIB, "engine": 20 * GIB}
+    check_memory(place(CONFIG, hosts), hosts, needs)
+    shared = place(configured("engine.gpus=[1]", "training.gpus=[1]"), hosts)
+    line = "GPU 1 of localhost has 80.0 GiB of memory: trainer-0 needs 70.0, engine-0 needs 20.0"
+    with pytest.raises(ConfigError, match=f"^{re.escape(line)}$"):
+        check_memory(shared, hosts, needs)
+
+
+def test_a_run_that_does_not_fit_is_refused_before_it_starts() -> None:
+    with pytest.raises(HeadraceError, match=r"^GPU 0 of localhost has 0\.0 GiB of memory: trainer-0 needs .*engine-0"):
+        place_run(configured("model.weights=random"), [host(1, memory=1 << 20)])
+    placed, placement = place_run(configured("model.weights=random"), [host(4, memory=80 * GIB)])
+    assert placed.engine.count == len(placement.of("engine")) and placed.training.ranks == len(placement.of("trainer"))
+
+
+PRESENT = [Device(f"GPU-{letter * 4}-1", 80 * GIB) for letter in "abcd"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "ids"),
+    [
+        (None, ["0", "1", "2", "3"]),
+        ("2,3", ["2", "3"]),
+        ("3, 1", ["3", "1"]),
+        ("", []),
+        ("-1", []),
+        ("1,-1,2", ["1"]),
+        ("1,7,2", ["1"]),
+        ("GPU-bbbb-1,GPU-dd", ["GPU-bbbb-1", "GPU-dd"]),
+        ("MIG-1234", ["MIG-1234"]),
+        ("NoDevFiles", []),
+    ],
+)
+def test_what_a_scheduler_has_made_visible_is_respected(variable: str | None, ids: list[str]) -> None:
+    found = visible(PRESENT, variable)
+    assert [gpu.id for gpu in found] == ids
+    assert all(gpu.memory == 80 * GIB for gpu in found if not gpu.id.startswith("MIG"))
+
+
+def test_indices_count_what_a_scheduler_has_made_visible() -> None:
+    given = Host("localhost", visible(PRESENT, "2,GPU-aaaa-1"))
+    placement = place(configured("engine.gpus=[1]", "training.gpus=[0]"), [given])
+    assert [worker.environment for worker in placement.places] == [
+        {"CUDA_VISIBLE_DEVICES": "2"},
+        {"CUDA_VISIBLE_DEVICES": "GPU-aaaa-1,2"},
+    ]
+    assert visible([], "0") == ()
