@@ -254,7 +254,8 @@ def test_values_that_cannot_go_together() -> None:
     with pytest.raises(ConfigError, match=r'does not go together with \[lora\] on \[model\] weights = "random"'):
         make_config(MINIMAL, [*vllm, "lora.rank=4", "model.weights=random"])
     assert (
-        make_config(MINIMAL, ["engine.kind=vllm", "engine.python=python3", "engine.interrupt=drain"]).engine.processes == 1
+        make_config(MINIMAL, ["engine.kind=vllm", "engine.python=python3", "engine.interrupt=drain"]).engine.processes
+        == 1
     )
 
 

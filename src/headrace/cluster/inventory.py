@@ -12,6 +12,7 @@ from headrace.cluster.placement import VISIBLE, Gpu, Host, Placement, check_memo
 from headrace.config.memory import estimate, least_engine_bytes, teacher_facts, trainer_memory
 from headrace.config.model_dir import ModelFacts, model_facts
 from headrace.config.schema import Config
+from headrace.errors import ConfigError
 
 THIS_HOST = "localhost"
 
@@ -86,6 +87,8 @@ def place_run(config: Config, hosts: list[Host] | None = None) -> tuple[Config, 
     GPUs are divided by the estimate of `headrace check`. Raises `ConfigError` if workers do not fit on their GPUs.
     """
     hosts = hosts if hosts is not None else [this_host()]
+    if config.engine.gpus_per_engine > 1:
+        raise ConfigError("[engine] gpus_per_engine: new weights reach engines of one GPU only, so far")
     if not any(host.gpus for host in hosts):
         placement = place(config, hosts)
         return placement.applied(config), placement
