@@ -31,7 +31,7 @@ from targets import Targets
 from shared_fork_server import shared_fork_server
 
 KINDS = (*ON_FILES, *ON_LIVE, *ON_PROCESSES)
-SHARES = {"config": 2.0, "prompts": 0.5, "resume": 0.05, "processes": 0.02}
+SHARES = {"config": 2.0, "prompts": 0.5, "resume": 0.05, "connections": 0.02, "processes": 0.02}
 """How many cases of a kind are tried for each that the count asks for, where it is not one."""
 AGAIN = 25
 """Of so many cases on files, one is tried again in a process of its own, and must end alike."""

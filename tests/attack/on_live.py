@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import socket
 import subprocess
 import sys
@@ -31,7 +32,15 @@ SETTINGS = (
     "evaluate.prompts=0", "observe.display=plain", "task.timeout=3600",
 )  # fmt: skip
 OUTCOMES = {0: "closed", -1: "no answer"}
-START_SECONDS, ANSWER_SECONDS = 120.0, 30.0
+START_SECONDS, ANSWER_SECONDS, REST_SECONDS = 120.0, 30.0, 0.5
+KEYS = (b"", b" ", b"none", b"\xff\xfe", b"a" * 10_000, b"\x00", b"..", "é🙂".encode(), b"x.y", b"Bearer x")
+HEADERS = (
+    b"Content-Length: -1\r\n", b"Content-Length: 99999999999999\r\n", b"Content-Length: 1e3\r\n", b"X: \xff\xfe\r\n",
+    b"Content-Length: 5\r\nContent-Length: 6\r\n", b"Transfer-Encoding: chunked\r\n", b"X: " + b"a" * 100_000 + b"\r\n",
+    b"Content-Encoding: gzip\r\n", b"Expect: 100-continue\r\n", b"Content-Type: text/plain; charset=utf-16\r\n",
+    b"Content-Type: application/json; charset=nothing\r\n", b"X: y\r\n" * 2_000, b"Upgrade: websocket\r\n",
+    b"Host: x\r\n", b": empty\r\n", b"no colon\r\n",
+)  # fmt: skip
 CHAT = {
     "model": "m",
     "messages": [{"role": "user", "content": "cab"}],
@@ -118,7 +127,11 @@ class LiveRun:
         if "Traceback" in new:
             return f"a traceback in the run's log: ... {new[-300:]}"
         host, port, key = self.gateway
-        status, answer = ask(host, port, request("/v1/chat/completions", json.dumps(CHAT).encode(), key))
+        plain = request("/v1/chat/completions", json.dumps(CHAT).encode(), key.encode())
+        try:
+            status, answer = ask(host, port, plain)
+        except TimeoutError:
+            return f"a plain request was not answered within {ANSWER_SECONDS:g} s"
         return None if status == 200 else f"a plain request was answered {status}: {answer[-300:]!r}"
 
     def close(self) -> None:
@@ -128,19 +141,25 @@ class LiveRun:
             self.process.wait()
 
 
-def request(path: str, body: bytes, key: str, *, method: str = "POST") -> bytes:
-    """Return the bytes of an HTTP request."""
-    head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n"
-    return f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+def request(path: str, body: bytes, key: bytes, *, method: str = "POST", more: bytes = b"") -> bytes:
+    """Return the bytes of an HTTP request. `more` are further lines of its header."""
+    head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n".encode()
+    if b"Content-Length" not in more and b"Transfer-Encoding" not in more:
+        more += f"Content-Length: {len(body)}\r\n".encode()
+    return head + b"Authorization: Bearer " + key + b"\r\n" + more + b"\r\n" + body
 
 
-def ask(host: str, port: int, text: bytes) -> tuple[int, bytes]:
-    """Send these bytes and return the status and all that was answered; status 0 if the connection was closed."""
+def ask(host: str, port: int, text: bytes, *, whole: bool = True) -> tuple[int, bytes]:
+    """Send these bytes and return the status and all that was answered; status 0 if the connection was closed.
+
+    A request that is not whole may be waited for by the server; then this end says that nothing more follows.
+    """
     with socket.create_connection((host, port), timeout=ANSWER_SECONDS) as connection:
         answer = b""
         with contextlib.suppress(ConnectionError):
             connection.sendall(text)
-            connection.shutdown(socket.SHUT_WR)
+            if not whole and not select.select([connection], [], [], REST_SECONDS)[0]:
+                connection.shutdown(socket.SHUT_WR)
             while piece := connection.recv(1 << 16):
                 answer += piece
     words = answer.split(b" ", 2)
@@ -149,26 +168,52 @@ def ask(host: str, port: int, text: bytes) -> tuple[int, bytes]:
 
 def attack_gateway(random: Random, live: LiveRun) -> Case:
     """Send a mutated request. It is answered below 500 and soon, and a plain request still works."""
-    host, port, key = live.gateway
+    host, port, known = live.gateway
     path = random.choice(list(BODIES))
-    body = as_json(mutated_json(BODIES[path], random))
-    how = "another value"
-    if random.random() < 0.3:
-        body, how = damaged(json.dumps(BODIES[path]).encode(), random)
-    if random.random() < 0.1:
-        key = str(nasty(random))[:100].replace("\n", "").replace("\r", "") or "none"
-    text = request(path, body, key.encode("utf-8", "replace").decode(), method=random.choice(("POST",) * 9 + ("GET",)))
-    if random.random() < 0.2:
+    body, how, whole = json.dumps(BODIES[path]).encode(), "a header: ", True
+    key, more = known.encode(), b""
+    method = random.choice(("POST",) * 9 + ("GET",))
+    match random.choice(("value", "value", "value", "bytes", "key", "header", "text")):
+        case "value":
+            body, how = as_json(mutated_json(BODIES[path], random)), "another value: "
+        case "bytes":
+            body, how = damaged(body, random)
+        case "key":
+            key, how = random.choice(KEYS), "another key: "
+        case "header":
+            more, whole = random.choice(HEADERS), False
+        case _:
+            whole = False
+    text = request(path, body, key, method=method, more=more)
+    if not whole and not more:
         text, how = damaged(text, random)
     status = -1
     try:
-        status, answer = ask(host, port, text)
+        status, answer = ask(host, port, text, whole=whole)
         problem = f"answered {status}: {answer[-300:]!r}" if status >= 500 else None
     except TimeoutError:
-        problem = f"not answered within {ANSWER_SECONDS:g} s"
+        # A client may ask to wait for a session.
+        problem = None if path == "/v1/sessions" else f"not answered within {ANSWER_SECONDS:g} s"
     if problem is None and random.random() < 0.05:
         problem = live.problem()
-    return Case(f"{path} {how}: {text[:60]!r} ... {text[-60:]!r}", problem, OUTCOMES.get(status, str(status)))
+    done = f"{method} {path} {how} {text[:30]!r} ... {text[-90:]!r}"
+    return Case(done, problem, OUTCOMES.get(status, f"answered {status}"))
+
+
+def attack_connections(random: Random, live: LiveRun) -> Case:
+    """Hold many connections that say nothing, or half a header, while a plain request is answered."""
+    host, port, _ = live.gateway
+    number, words = random.choice((50, 200, 500)), random.choice((b"", b"POST /v1/chat", b"POST / HTTP/1.1\r\nHost: x"))
+    with contextlib.ExitStack() as held:
+        refused = 0
+        for _ in range(number):
+            try:
+                connection = held.enter_context(socket.create_connection((host, port), timeout=ANSWER_SECONDS))
+                connection.sendall(words)
+            except OSError:
+                refused += 1
+        problem = live.problem()
+    return Case(f"{number} connections that say {words!r}, {refused} refused", problem, "held")
 
 
 def attack_hub(random: Random, live: LiveRun) -> Case:
@@ -200,4 +245,4 @@ def attack_hub(random: Random, live: LiveRun) -> Case:
     return Case(f"{name!r}: {how}", problem, "sent")
 
 
-KINDS = {"gateway": attack_gateway, "hub": attack_hub}
+KINDS = {"gateway": attack_gateway, "connections": attack_connections, "hub": attack_hub}
