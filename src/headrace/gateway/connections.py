@@ -7,12 +7,14 @@ of one that announces nothing.
 """
 
 import asyncio
+import logging
 import resource
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from headrace.gateway.base import ApiError
 
@@ -36,6 +38,12 @@ _FULL = (
     b"Content-Length: %d\r\n\r\n%b" % (len(_REFUSAL), _REFUSAL)
 )
 
+_LOG = logging.getLogger(__name__)
+_LOG.addFilter(
+    # Bytes that are no HTTP are answered with a 4xx. They are the client's mistake, and none of ours to log.
+    lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+)
+
 Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
@@ -56,7 +64,12 @@ class LimitedServer(web.Server):
         """Make a server. `answer` must close the connection of a client that has no valid key."""
         # When a client disconnects, its request is cancelled, and the engines are told.
         super().__init__(
-            self._answer, handler_cancellation=True, access_log=None, lingering_time=0.0, auto_decompress=False
+            self._answer,
+            handler_cancellation=True,
+            access_log=None,
+            lingering_time=0.0,
+            auto_decompress=False,
+            logger=_LOG,
         )
         self._limit = connections
         self._handle = answer

@@ -128,3 +128,13 @@ async def test_friction_39_a_session_s_key_opens_nothing_else() -> None:
         assert (await post(gateway, "/sessions", {"wait": 0}, mine.key))[0] == 403
         assert not other.reward.done()
         assert (await post(gateway, f"/sessions/{mine.id}/reward", {"reward": 1}, mine.key))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "more", [b"Transfer-Encoding: chunked\r\n\r\n{}", b"Host: y\r\n\r\n", b"X: " + b"a" * 10_000 + b"\r\n\r\n"]
+)
+async def test_what_is_no_http_is_refused_and_not_logged(more: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as gateway:
+        answer = await raw(gateway, b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n" + more)
+    assert answer.split(b" ")[1] == b"400"
+    assert not caplog.records, "a client's mistake is no traceback in the run's output"
