@@ -29,7 +29,7 @@ from victims import ROOT, set_all
 
 SETTINGS = (
     "run.name=live", "run.versions=100000", "warm_start.steps=0", "rollouts.group_size=2", "buffer.groups=2",
-    "evaluate.prompts=0", "observe.display=plain", "task.timeout=3600",
+    "evaluate.prompts=0", "observe.display=plain", "task.timeout=3600", "pipeline.stall_seconds=3600",
 )  # fmt: skip
 OUTCOMES = {0: "closed", -1: "no answer"}
 START_SECONDS, ANSWER_SECONDS, REST_SECONDS = 120.0, 30.0, 0.5
@@ -134,6 +134,16 @@ class LiveRun:
             return f"a plain request was not answered within {ANSWER_SECONDS:g} s"
         return None if status == 200 else f"a plain request was answered {status}: {answer[-300:]!r}"
 
+    def play(self, session: dict[str, Any]) -> str | None:
+        """Be the agent of a session to its end. Return what is wrong, or None."""
+        host, port, _ = self.gateway
+        steps = {"/v1/chat/completions": CHAT, f"/v1/sessions/{session['id']}/reward": {"reward": 1.0}}
+        for path, body in steps.items():
+            status, answer = ask(host, port, request(path, json.dumps(body).encode(), session["api_key"].encode()))
+            if status != 200:
+                return f"a session's own {path} was answered {status}: {answer[-300:]!r}"
+        return None
+
     def close(self) -> None:
         """End the run, if it was started."""
         if "process" in self.__dict__:
@@ -158,7 +168,9 @@ def ask(host: str, port: int, text: bytes, *, whole: bool = True) -> tuple[int, 
         answer = b""
         with contextlib.suppress(ConnectionError):
             connection.sendall(text)
-            if not whole and not select.select([connection], [], [], REST_SECONDS)[0]:
+            if not whole:
+                if select.select([connection], [], [], REST_SECONDS)[0]:
+                    answer = connection.recv(1 << 16)
                 connection.shutdown(socket.SHUT_WR)
             while piece := connection.recv(1 << 16):
                 answer += piece
@@ -190,7 +202,9 @@ def attack_gateway(random: Random, live: LiveRun) -> Case:
     status = -1
     try:
         status, answer = ask(host, port, text, whole=whole)
-        problem = f"answered {status}: {answer[-300:]!r}" if status >= 500 else None
+        problem = f"answered {status}: {answer[-300:]!r}" if status >= 500 and b"no_session" not in answer else None
+        if path == "/v1/sessions" and status == 200:
+            problem = live.play(json.loads(answer.partition(b"\r\n\r\n")[2]))
     except TimeoutError:
         # A client may ask to wait for a session.
         problem = None if path == "/v1/sessions" else f"not answered within {ANSWER_SECONDS:g} s"
@@ -231,7 +245,8 @@ def attack_hub(random: Random, live: LiveRun) -> Case:
             frames[at:at] = [frames[at]] * 100
         case "header":
             how = "another header"
-            frames[0] = msgspec.msgpack.encode([str(nasty(random))[:50], 0, "Hello"])
+            kind = str(nasty(random))[:50].encode(errors="replace").decode()
+            frames[0] = msgspec.msgpack.encode([kind, 0, "Hello"])
         case _:
             how = "no frame at all"
             frames = [b""]
