@@ -18,6 +18,8 @@ from headrace.errors import HeadraceError
 from headrace.types import POLICY, Group, Int32Array, without_republished
 
 OnStale = Literal["wait", "drop", "salvage"]
+NO_SLOT, TOO_OLD = "no slot after a resume", "too old after a resume"
+"""Why a group of a previous process does not go on, although its prompt still exists."""
 RATE_MEMORY = 4
 """The rate of filtered groups is measured over the last `RATE_MEMORY` x capacity groups."""
 
@@ -116,21 +118,33 @@ class Window:
         self.republished.append(self.version_of(batches))
         return self.republished[-1]
 
-    def restore(self, groups: Iterable[tuple[int, int]], trained: Iterable[int]) -> list[int]:
+    def restore(self, groups: Iterable[tuple[int, int]], trained: Iterable[int]) -> dict[int, str]:
         """Give slots to groups that a previous process admitted, as (group id, version at admission), oldest first.
 
         `trained` holds the groups that the previous process has trained and that are younger than the oldest of
-        `groups`. Return the ids of the groups that got no slot. This happens only if the configuration now gives fewer
-        slots than before.
+        `groups`. Return the groups that got no slot, by id, with the reasons. There are such groups only if the
+        configuration now gives fewer slots or a smaller bound than before. Batches would wait for ever for a group that
+        is over the bound even if it is trained as early as it can be.
         """
-        refused = []
         for group_id, version in groups:
-            if self.occupied >= self.capacity + self.spares:
-                refused.append(group_id)
-            else:
-                self._enter(group_id, version, "restored")
+            self._enter(group_id, version, "restored")
         self._overtake(trained)
+        refused = {}
+        while (late := self._overdue()) is not None:
+            self._leave(late, "refused")
+            refused[late] = TOO_OLD
+        for group_id in list(self._unconsumed)[self.capacity + self.spares :]:
+            self._leave(group_id, "refused")
+            refused[group_id] = NO_SLOT
         return refused
+
+    def _overdue(self) -> int | None:
+        """Return the oldest group that would be over the bound in strict age order too; None if there is none."""
+        if self.on_stale == "wait":
+            for place, (group_id, has_seat) in enumerate(self._seats()):
+                if has_seat and place // self.size - self.count(self._unconsumed[group_id]) > self.lag_bound:
+                    return group_id
+        return None
 
     @property
     def free(self) -> int:
@@ -190,15 +204,16 @@ class Window:
         self._filtered.append(group_id)
 
     def late(self, version: int) -> bool:
-        """Return whether a trained token of this version would be over `max_lag` in the next batch."""
-        return self.max_lag is not None and self._own(self.trained_version) - self._own(version) > self.max_lag
+        """Return whether a trained token of this version would be over the lag bound in the next batch."""
+        return self._own(self.trained_version) - self._own(version) > self.lag_bound
 
     def stale(self) -> list[Group]:
-        """Return the ready groups that hold a token over `max_lag`. The caller drops them before the next `take`.
+        """Return the ready groups that hold a token over the bound. The caller drops them before the next `take`.
 
         With `on_stale = "salvage"`, this method masks the tokens that are too old, and returns only the groups that
         have no other trained tokens. With `on_stale = "wait"`, a group that this window admitted never becomes stale,
-        provided that its tokens are no older than its admission.
+        provided that its tokens are no older than its admission. A group that was restored under another configuration
+        may become stale.
         """
         found = []
         for group in self.ready_groups():
@@ -208,9 +223,10 @@ class Window:
             if self.on_stale == "salvage" and not self.late(int(versions.max())):
                 assert self.max_lag is not None
                 oldest = admission.oldest_on_time(self.trained_version, self.max_lag, self.republished)
-                self._ready[group.id] = masked(group, oldest)
-            else:
-                found.append(group)
+                group = self._ready[group.id] = masked(group, oldest)
+                if not self.late(int(_token_versions(group).min())):
+                    continue
+            found.append(group)
         return found
 
     def surplus(self) -> list[int]:

@@ -69,6 +69,10 @@ class Attempts:
         """Return the next attempt. Salvaged attempts come before prompts that have not been tried yet."""
         return self._salvaged.popleft() if self._salvaged else Attempt(self._source.draw(group_id))
 
+    def try_again(self, prompt: Prompt) -> None:
+        """Let a prompt begin again, from its first token, before prompts that have not been tried yet."""
+        self._salvaged.append(Attempt(prompt))
+
     def started(self, group: Group, episodes: list[AnyEpisode]) -> None:
         """Record that an attempt is under way. Traces of a previous process are in the journal already."""
         self.running[group.id] = episodes
@@ -98,6 +102,9 @@ class Attempts:
         """End the groups that can no longer be trained: those over `max_lag`, and surplus groups of oversampling."""
         for group in self._window.stale():
             self._drop(group, STALE)
+            if self._window.on_stale == "wait":
+                # The group comes from a previous process that had another bound.
+                self.try_again(group.prompt)
         ready = {group.id: group for group in self._window.ready_groups()}
         for group_id in self._window.surplus():
             if group_id in ready:

@@ -49,6 +49,8 @@ class Recovery:
         self._versions = versions
         self._steps = steps
         self._watch = watch
+        self._again: list[str] = []
+        """The ids of the prompts that begin again, because their groups can no longer be trained."""
         self.unfinished = self._restore_groups()
         """The groups that a previous process had in flight, oldest first. The window holds them already."""
 
@@ -155,9 +157,8 @@ class Recovery:
             return []
         prompts = {prompt.id for prompt in self._parts.task.train} if before.unfinished else set()
         known = [left for left in before.unfinished if left.group.prompt.id in prompts]
-        refused = set(
-            self._parts.window.restore([(left.group.id, left.group.version) for left in known], before.overtakers)
-        )
+        refused = self._parts.window.restore([(left.group.id, left.group.version) for left in known], before.overtakers)
+        self._again = [left.group.prompt.id for left in known if left.group.id in refused]
         lost, going_on = 0, []
         for left in before.unfinished:
             group = left.group
@@ -167,13 +168,13 @@ class Recovery:
                 continue
             lost += sum(rollout.trained_tokens for rollout in group.rollouts)
             lost += sum(trace.trained_tokens for traces in left.partial.values() for trace in traces)
-            reason = "no slot after a resume" if group.id in refused else "its prompt is gone"
-            recorder.group_ended(group, "dropped", reason)
+            recorder.group_ended(group, "dropped", refused.get(group.id, "its prompt is gone"))
         unfinished = sum(not left.complete for left in going_on)
-        if going_on or before.resume_step > checkpoint.step:
+        if going_on or refused or before.resume_step > checkpoint.step:
             recorder.note(
                 f"resumed: {before.resume_step - checkpoint.step} steps are trained again from the journal, "
                 f"{len(going_on) - unfinished} groups are ready, {unfinished} go on from their saved tokens"
+                + (f", {len(refused)} begin again ({'; '.join(sorted({*refused.values()}))})" if refused else "")
             )
         unseen = before.unseen_tokens if unfinished else 0
         recorder.restarted("controller", "resumed", (checkpoint.step, before.resume_step), lost + unseen)
@@ -182,7 +183,9 @@ class Recovery:
     def resume_groups(self, attempts: Attempts, episodes: Episodes) -> list[tuple[Group, list[AnyEpisode]]]:
         """Judge the groups that were complete. Return the others, with episodes that use their saved tokens."""
         unfinished = []
-        prompts = {prompt.id: prompt for prompt in self._parts.task.train} if self.unfinished else {}
+        prompts = {prompt.id: prompt for prompt in self._parts.task.train} if self.unfinished or self._again else {}
+        for prompt in self._again:
+            attempts.try_again(prompts[prompt])
         for left in self.unfinished:
             group = msgspec.structs.replace(left.group, prompt=prompts[left.group.prompt.id])
             if left.complete:

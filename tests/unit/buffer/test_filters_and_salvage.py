@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.buffer import admission
 from headrace.buffer.filters import filter_group, masked, prefix_of
-from headrace.buffer.window import Window
+from headrace.buffer.window import NO_SLOT, Window
 from headrace.types import Ending, Group, Prompt, Rollout, Trace
 
 
@@ -152,7 +152,7 @@ def test_versions_are_on_time_by_the_weights_that_they_stand_for(again: list[boo
 
 def test_groups_of_an_earlier_life_take_spare_slots_and_seats_by_age() -> None:
     window = Window(1, 0, first_version=5, oversample=2.0, republished=[5])
-    assert window.restore([(3, 4), (4, 4), (5, 4)], []) == [5], "one slot and one spare"
+    assert window.restore([(3, 4), (4, 4), (5, 4)], []) == {5: NO_SLOT}, "one slot and one spare"
     rollouts = [Rollout(id="4/0", index=0, traces=[trace(4)], ending="finished", reward=1.0)]
     window.complete(Group(id=4, prompt=Prompt(id="p", text="x"), version=4, rollouts=rollouts))
     assert window.take() is None and window.surplus() == [], "the older one may still leave"

@@ -258,7 +258,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         refused = self.window.restore(
             [(left.group.id, left.group.version) for left in found.unfinished], found.overtakers
         )
-        assert refused == [], "the same configuration has a place for all"
+        assert refused == {}, "the same configuration has a place for all"
         for left in found.unfinished:
             self.take_up(left.group.id, left.complete, left.group.rollouts, left.partial)
         self.commit()

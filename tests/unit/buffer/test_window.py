@@ -6,12 +6,12 @@ import copy
 
 import pytest
 from groups_by_version import group
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.buffer import admission
-from headrace.buffer.window import Window
+from headrace.buffer.window import NO_SLOT, TOO_OLD, OnStale, Window
 from headrace.errors import HeadraceError
 from headrace.types import Rollout
 
@@ -231,3 +231,69 @@ def test_what_is_out_of_order_raises() -> None:
         window.drop(4)
     with pytest.raises(HeadraceError, match="version 3 was proved"):
         window.release(3)
+
+
+def test_friction_53_a_restored_group_that_can_only_be_late_gets_no_slot() -> None:
+    """Three groups of version 3 at version 7, two a batch: the third would be trained at version 8."""
+    restored = [(10, 3), (11, 3), (12, 3), (13, 6), (14, 7)]
+    window = Window(2, 2, max_lag=4, first_version=7)
+    assert window.restore(restored, []) == {12: TOO_OLD}
+    for group_id, version in ((10, 3), (11, 3), (13, 6), (14, 7)):
+        window.complete(group(group_id, version))
+    assert [[one.id for one in window.take() or []] for _ in range(2)] == [[10, 11], [13, 14]]
+
+    window = Window(2, 1, first_version=7)
+    assert window.lag_bound == 3 and window.restore(restored, []) == {10: TOO_OLD, 11: TOO_OLD, 12: TOO_OLD}
+    window = Window(2, 0, first_version=7)
+    assert window.restore([(13, 7), (14, 7), (15, 7), (16, 7)], []) == {15: TOO_OLD, 16: TOO_OLD}
+    window = Window(2, "unbounded", max_lag=1, first_version=7, on_stale="drop")
+    assert window.restore(restored, []) == {14: NO_SLOT}, "what is too old is dropped when it is due"
+
+
+def test_friction_53_a_restored_group_over_the_bound_of_its_depth_is_stale() -> None:
+    window = Window(2, 1, first_version=7, max_lag=8, on_stale="drop")
+    window.restore([(10, 3), (11, 6)], [])
+    for one in (group(10, 3), group(11, 6)):
+        window.complete(one)
+    assert [one.id for one in window.stale()] == [10], "max_lag allows lag 4, the depth only 3"
+
+
+@given(
+    groups=st.integers(1, 3),
+    depth=st.integers(0, 3),
+    publish_every=st.integers(1, 2),
+    max_lag=st.none() | st.integers(0, 6),
+    on_stale=st.sampled_from(["wait", "drop", "salvage"]),
+    oversample=st.sampled_from([1.0, 2.0]),
+    ages=st.lists(st.integers(0, 9), max_size=12),
+    overtakers=st.sets(st.integers(0, 30), max_size=6),
+)
+def test_friction_53_restored_groups_of_any_age_never_block_or_exceed_the_bound(
+    groups: int,
+    depth: int,
+    publish_every: int,
+    max_lag: int | None,
+    on_stale: OnStale,
+    oversample: float,
+    ages: list[int],
+    overtakers: set[int],
+) -> None:
+    """`take` raises for a token over the bound. Every wait here is one for the window alone: all groups have ended."""
+    window = Window(groups, depth, publish_every, max_lag, 9, on_stale=on_stale, oversample=oversample)
+    restored = {2 * place: 9 - age for place, age in enumerate(sorted(ages, reverse=True))}
+    refused = window.restore(restored.items(), {2 * other + 1 for other in overtakers})
+    for group_id, version in restored.items():
+        if group_id not in refused:
+            window.complete(group(group_id, version))
+    next_id = 100
+    for _ in range(8 * publish_every):
+        for stale in window.stale():
+            window.drop(stale.id)
+        for group_id in window.surplus():
+            window.drop(group_id)
+        for _ in range(window.free):
+            window.admit(next_id, window.trained_version)
+            window.complete(group(next_id, window.trained_version))
+            next_id += 1
+        assert window.take() is not None, window.explain()
+        window.release(window.trained_version)

@@ -250,6 +250,47 @@ async def test_options_of_the_buffer_survive_deaths(tmp_path: Path, options: str
             assert content(batch) == original[batch.step]
 
 
+@pytest.mark.parametrize(
+    "later",
+    [
+        ["buffer.depth=1"],
+        ["buffer.depth=0"],
+        ["buffer.depth=1", "buffer.max_lag=1"],
+        ["buffer.depth=2", "buffer.max_lag=2"],
+        ["buffer.depth=1", "buffer.max_lag=2", "buffer.on_stale=salvage"],
+        ["buffer.depth=1", "buffer.max_lag=8", "buffer.on_stale=drop"],
+    ],
+    ids=" ".join,
+)
+async def test_friction_53_a_resume_with_a_smaller_bound_drops_what_is_too_old_and_goes_on(
+    tmp_path: Path, later: list[str]
+) -> None:
+    """The first ten groups begin under version 0, so some of them are four versions old when they are trained."""
+    settings = ["buffer.depth=4", "run.versions=6", "rollouts.max_tokens=40"]
+    slow = {"lengths": lambda request: 40 if int(request.group) % 5 == 0 else 2, "token_seconds": 0.002}
+    (tmp_path / "first").mkdir()
+    run = FakeRun(tmp_path / "first", *settings, engine=slow, train_seconds=0.005)
+    crashed = crash_at_every_batch(run, tmp_path)
+    await run.run()
+    dropped: set[str] = set()
+    again_drawn = 0
+    for path in crashed[2:5]:
+        again = FakeRun(path, *settings, *later, engine=slow, checkpoint_step=0)
+        await again.run()
+        ledger = again.recorder.ledgers.as_dict()["groups"]
+        assert ledger["trained"] == 12 and ledger["failed"] == 0
+        done = again.controller.parts.first_step
+        lags = np.concatenate([np.zeros(1, int), *[batch.lags() for batch in again.trainer.batches[done:]]])
+        assert lags.max() <= again.window.lag_bound
+        dropped |= ledger["reasons"]["dropped"].keys()
+        ended = again.journal("SELECT prompt, reason FROM groups WHERE state = 'dropped' AND reason LIKE '%resume'")
+        trained = {row["prompt"] for row in again.journal("SELECT prompt FROM groups WHERE state = 'trained'")}
+        again_drawn += len({row["prompt"] for row in ended} & trained)
+    assert dropped <= {"too old after a resume", "no slot after a resume", "stale", "run over"} and dropped
+    if "on_stale" not in str(later):
+        assert again_drawn, "a prompt whose group was given up is tried again"
+
+
 def test_a_batch_from_the_journal_is_masked_as_the_window_masked_it() -> None:
     settings = ["buffer.on_stale=salvage", "buffer.max_lag=1", "buffer.depth=unbounded", "buffer.groups=1"]
     config = make_config({"model": {"path": "-"}, "task": {"kind": "gym", "name": "-"}}, settings)
