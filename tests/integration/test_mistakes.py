@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 from runs import QUICKSTART, ROOT, headrace, small_settings
+from safetensors.torch import load_file, save_file
+
+from headrace.models.loading import load_model
 
 
 def refused(*arguments: str) -> str:
@@ -73,6 +76,26 @@ def test_an_incomplete_model_directory(tmp_path: Path, missing: str) -> None:
     shutil.copytree(ROOT / "examples/quickstart/model", model)
     (model / missing).unlink()
     assert f"has no {missing}" in train(tmp_path, f"model.path={model}")
+
+
+@pytest.mark.parametrize("damage", ["pointer", "missing"])
+def test_friction_35_broken_weights_are_one_line(tmp_path: Path, damage: str) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "examples/quickstart/model", model)
+    load_model(model, weights="random").save_pretrained(model)
+    weights = model / "model.safetensors"
+    if damage == "pointer":
+        weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+        expected = f"[model] path: {weights} is a pointer of git-lfs and not the weights"
+        assert expected in refused(
+            "check", str(QUICKSTART), "--set", f"model.path={model}", "--set", "model.weights=load"
+        )
+    else:
+        tensors = load_file(weights)
+        del tensors["model.norm.weight"]
+        save_file(tensors, weights, {"format": "pt"})
+        expected = f"the weights in {model} do not fit its config.json: model.norm.weight is missing"
+    assert expected in train(tmp_path, f"model.path={model}", "model.weights=load")
 
 
 def test_a_model_that_would_be_served_wrongly(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from headrace.config.model_dir import check_teacher
 from headrace.errors import ModelError
@@ -19,7 +21,8 @@ def model_like_tiny(path: Path, rows: int = 64, *, tokenizer: bool = True) -> Pa
     shutil.copytree(TINY, path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"vocab_size": rows}))
-    (path / "model.safetensors").touch()
+    tensors = {str(layer): np.zeros(1, bool) for layer in range(config["num_hidden_layers"])}
+    save_file({**tensors, "embedding": np.zeros((rows, config["intermediate_size"]), bool)}, path / "model.safetensors")
     if not tokenizer:
         (path / "tokenizer.json").unlink()
     return path

@@ -227,13 +227,15 @@ def generate(
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Use the config alone.")] = False,
 ) -> None:
     """Continue every prompt of a file. Each answer is one line, in the order of the input."""
-    from headrace.config.model_dir import check_model_dir
+    from headrace.config.file_digests import check_digests
+    from headrace.config.model_dir import check_model_dir, text_config
     from headrace.tasks.chat import ChatFormat
 
     weights = "random" if random_weights else "load"
-    config = check_model_dir(Path(model_dir), weights)
+    config = check_model_dir(Path(model_dir), weights, key="MODEL_DIR")
+    check_digests(Path(model_dir), "MODEL_DIR")
     chat = ChatFormat.load(model_dir) if (Path(model_dir) / "tokenizer.json").is_file() else None
-    vocabulary = int(config.get("text_config", config).get("vocab_size", _INT32))
+    vocabulary = text_config(config).get("vocab_size") or _INT32
     requests = list(_requests(Path(input_), chat, vocabulary))
     try:
         with Path(output).open("w") as out:

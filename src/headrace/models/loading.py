@@ -1,14 +1,23 @@
 """Loading of a model directory: with its weights, or from its config alone with random weights."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.config.model_dir import check_model_dir
-from headrace.errors import ModelError, UserError
+from headrace.errors import ModelError, UserError, one_line
 from headrace.models.attention import ATTENTION
+
+UNUSABLE = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError,
+    ValueError, SafetensorError, StrictDataclassError,
+)  # fmt: skip
+"""The exceptions that transformers raises if the files of a model are not as they should be."""
 
 
 def load_model(
@@ -16,6 +25,7 @@ def load_model(
 ) -> Any:
     """Load the causal LM in this directory, in eval mode, with Headrace's attention.
 
+    Every tensor of the model must be in the directory, with the right shape, and no other (see `_check_tensors`).
     Random weights depend on `seed` alone. The dtype is given to the loader, and the model is never cast afterwards,
     because a cast would also round rotary frequencies.
     """
@@ -30,15 +40,37 @@ def load_model(
                     config, dtype=getattr(torch, dtype), attn_implementation=ATTENTION
                 )
         else:
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=getattr(torch, dtype), attn_implementation=ATTENTION
+            model, info = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=getattr(torch, dtype),
+                attn_implementation=ATTENTION,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # `_check_tensors` refuses them, in one line.
             )
-    except (ValueError, KeyError, OSError) as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            _check_tensors(path, info)
+    except UNUSABLE as error:
+        reason = one_line(str(error).strip().partition("\n")[0], 300) or type(error).__name__
         if isinstance(error, KeyError) and error.args == (ATTENTION,):
             reason = "it does not use transformers' attention interface"
         raise ModelError(f"{path} cannot be loaded as a causal language model: {reason}") from error
     return model.to(device).eval()
+
+
+def _check_tensors(path: Path, info: Mapping[str, Any]) -> None:
+    """Raise `ModelError` for a tensor that is missing, unknown or of another shape.
+
+    transformers would draw a missing tensor at random. A head that is tied to the embedding is not missing. Tensors
+    that the model's class ignores, such as rotary frequencies in old files, are not unknown.
+    """
+    wrong = [f"{name} is missing" for name in sorted(info["missing_keys"])]
+    wrong += [
+        f"{name} has shape {list(found)} and not {list(wanted)}"
+        for name, found, wanted in sorted(info["mismatched_keys"])
+    ]
+    wrong += [f"the model has no {name}" for name in sorted(info["unexpected_keys"])]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more tensors are wrong)" if len(wrong) > 1 else ""
+        raise ModelError(f"the weights in {path} do not fit its config.json: {wrong[0]}{more}")
 
 
 def choose_device(wanted: str, section: str) -> str:

@@ -24,8 +24,10 @@ import jinja2.parser
 import jinja2.sandbox
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, ValidationError, convert
 from tokenizers import AddedToken, Tokenizer
 
+from headrace.config.model_dir import read_object
 from headrace.errors import ConfigError, ModelError
 from headrace.types import Int32Array
 
@@ -103,7 +105,10 @@ class ChatFormat:
 
     def encode(self, text: str) -> Int32Array:
         """Return the tokens of a text, as it is. Special tokens that are written in the text count as such."""
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        try:
+            return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        except Exception as error:  # the library raises bare Exceptions
+            raise ModelError(f"{self._origin}/tokenizer.json cannot encode a text: {_first_line(error)}") from error
 
     def decode(self, token_ids: Sequence[int] | npt.NDArray[np.integer[Any]], *, skip_special: bool = True) -> str:
         """Return the text of these tokens, for scorers and people."""
@@ -187,9 +192,10 @@ def _load_tokenizer(path: Path, settings: dict[str, Any], special: Mapping[str, 
     # Limits that were saved with the tokenizer would silently cut or pad prompts.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    for id, token in settings.get("added_tokens_decoder", {}).items():
-        if tokenizer.token_to_id(token["content"]) != int(id):
-            raise ModelError(f"{path}: tokenizer.json and tokenizer_config.json disagree about {token['content']!r}")
+    added = _as(dict[int, _Named], settings.get("added_tokens_decoder") or {}, path, "added_tokens_decoder")
+    for id, token in added.items():
+        if tokenizer.token_to_id(token.content) != id:
+            raise ModelError(f"{path}: tokenizer.json and tokenizer_config.json disagree about {token.content[:80]!r}")
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     written = [text for text in special.values() if tokenizer.token_to_id(text) is not None]
     missing = dict.fromkeys(text for text in written if text not in known)
@@ -209,14 +215,19 @@ def _special_tokens(settings: dict[str, Any], older: dict[str, Any]) -> dict[str
 
 
 def _template_source(path: Path, settings: dict[str, Any]) -> str | None:
-    if (path / "chat_template.jinja").is_file():
-        return (path / "chat_template.jinja").read_text()
-    source = settings.get("chat_template")
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{file} cannot be read: {_first_line(error)}") from error
+    source: str | list[_NamedTemplate] | None
+    source = _as(str | list[_NamedTemplate] | None, settings.get("chat_template"), path, "chat_template")
     if isinstance(source, list):
-        named = {entry["name"]: entry["template"] for entry in source}
+        named = {entry.name: entry.template for entry in source}
         if "default" not in named:
-            raise ModelError(f"{path}: of its chat templates ({', '.join(named)}) none is the default")
-        source = named["default"]
+            raise ModelError(f"{path}: of its chat templates ({', '.join(named)[:200]}) none is the default")
+        return named["default"]
     return source
 
 
@@ -226,25 +237,34 @@ def _stop_token_ids(path: Path, tokenizer: Tokenizer, special: Mapping[str, str]
     if (end := special.get("eos_token")) is not None:
         id = tokenizer.token_to_id(end)
         if id is None:
-            raise ModelError(f"{path}: its eos_token {end!r} is not in tokenizer.json")
+            raise ModelError(f"{path}: its eos_token {end[:80]!r} is not in tokenizer.json")
         found.append(id)
     for name in ("generation_config.json", "config.json"):
-        ids = _read_json(path / name).get("eos_token_id")
+        ids = _as(int | list[int] | None, _read_json(path / name).get("eos_token_id"), path, "eos_token_id", name)
         found += ids if isinstance(ids, list) else [] if ids is None else [ids]
     return found
 
 
+class _Named(Struct):
+    content: str
+
+
+class _NamedTemplate(Struct):
+    name: str
+    template: str
+
+
+def _as(kind: Any, value: Any, path: Path, key: str, file: str = "tokenizer_config.json") -> Any:
+    """Return a value of a model's file as this type. Raises `ModelError` if it is of another type."""
+    try:
+        return convert(value, kind, str_keys=True)
+    except ValidationError as error:
+        raise ModelError(f"{path / file}: {key}: {_first_line(error)}") from error
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     """Read the object in this file; an empty object if there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text())
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {_first_line(error)}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} does not hold a JSON object")
-    return value
+    return read_object(path) if path.is_file() else {}
 
 
 def _first_line(error: Exception) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from headrace.errors import UserError
 from headrace.training.checkpoints import base as checkpoint
@@ -160,6 +163,23 @@ def test_friction_30_a_missing_file_is_named(tmp_path, lost):
     (bad / lost).unlink()
     (line,) = checkpoint.set_aside(tmp_path, None)
     assert line == f"step-00000005: {lost} is missing; it is kept as damaged-step-00000005 and not used"
+    assert latest(tmp_path) == good
+
+
+def test_friction_35_a_damaged_header_is_named_also_where_no_digests_are(tmp_path):
+    good, bad = write(tmp_path, 3), write(tmp_path, 5)
+    for one in (good, bad):
+        save_file({"w": np.zeros(3)}, one / "model.safetensors")
+        save_file({"w": np.zeros(3)}, one / "trainer" / "optimizer.safetensors")
+        (one / "SHA256SUMS").unlink()
+        files = {name: (one / name).stat().st_size for name in ("model.safetensors", "trainer/optimizer.safetensors")}
+        record = {"format": 1, "state": {}, "files": files}
+        (one / "trainer" / "state.json").write_text(json.dumps(record))
+    with (bad / "model.safetensors").open("r+b") as file:
+        file.seek(20)
+        file.write(b"####")
+    (line, _) = checkpoint.set_aside(tmp_path, None)
+    assert "model.safetensors is not a safetensors file: its header is damaged" in line
     assert latest(tmp_path) == good
 
 

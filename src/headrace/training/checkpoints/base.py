@@ -28,7 +28,8 @@ import msgspec
 
 from headrace.config.file_digests import SUMS, find_damage, sync, write_digests
 from headrace.config.model_dir import SHARDS as SHARDS
-from headrace.errors import UserError
+from headrace.config.model_dir import read_header
+from headrace.errors import ModelError, UserError
 from headrace.types import NO_VERSION
 
 FORMAT = 2
@@ -150,6 +151,12 @@ def damage_of(checkpoint: Path) -> str:
         return find_damage(checkpoint) or "it is not a complete checkpoint"
     if record.format != WITHOUT_DIGESTS and not (checkpoint / SUMS).exists():
         return f"{SUMS} is missing"
+    try:
+        # This is all that can be told about a checkpoint without digests.
+        for file in checkpoint.rglob("*.safetensors"):
+            read_header(file)
+    except ModelError as error:
+        return str(error)
     return find_damage(checkpoint)
 
 
