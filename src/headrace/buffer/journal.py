@@ -255,7 +255,7 @@ class Journal:
                 if events := self._collect():
                     self._commit(events)
             failure = None
-        except (sqlite3.Error, OSError, HeadraceError) as error:
+        except (sqlite3.Error, UnicodeDecodeError, OSError, HeadraceError) as error:
             failure = f"{self._name} cannot be written: {error}"
         finally:
             try:

@@ -19,7 +19,7 @@ from headrace.buffer.checksums import sound
 from headrace.buffer.ledger import TABLES, count_ledger, imbalances
 from headrace.buffer.segments import read
 from headrace.buffer.store import as_current, connect
-from headrace.errors import DataError, UserError
+from headrace.errors import DataError, UserError, one_line
 from headrace.observe.records import (
     DeliveryRecord,
     EndedGroup,
@@ -278,8 +278,8 @@ class JournalReader:
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         self.close()
-        if isinstance(error, sqlite3.DatabaseError | msgspec.ValidationError):
-            raise DataError(f"{self.path} cannot be read as a journal: {error}") from error
+        if isinstance(error, sqlite3.DatabaseError | msgspec.ValidationError | UnicodeDecodeError):
+            raise DataError(f"{self.path} cannot be read as a journal: {one_line(str(error))}") from error
 
     def _records(self, kind: type[Record], rest: str, parameters: Sequence[Any] = ()) -> list[Record]:
         columns = ", ".join(kind.__struct_fields__)

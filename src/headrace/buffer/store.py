@@ -22,7 +22,7 @@ import msgspec
 
 from headrace.buffer import checksums
 from headrace.buffer.segments import RecordLocation, Segments, read
-from headrace.errors import HeadraceError, UserError
+from headrace.errors import HeadraceError, UserError, one_line
 from headrace.types import POLICY, Group, Rollout
 
 SCHEMA = 3
@@ -65,14 +65,13 @@ def check_resumable(path: Path) -> None:
         problem = _find_damage(db)
     except sqlite3.OperationalError as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    except sqlite3.DatabaseError as error:
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
         problem = str(error)
     finally:
         db.close()
     if problem:
-        problem = " ".join(problem.split())
         weights = f"; a new run can begin with a checkpoint below {path.parent} as its [model] path"
-        raise UserError(f"{path} is damaged ({problem}): nothing can go on from it{weights}")
+        raise UserError(f"{path} is damaged ({one_line(problem)}): nothing can go on from it{weights}")
 
 
 def _find_damage(db: sqlite3.Connection) -> str:
@@ -145,8 +144,9 @@ def connect(name: str, path: Path, prepare: Callable[[sqlite3.Connection], None]
                     )
             if prepare is not None:
                 prepare(db)
-        except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
-            raise UserError(f"{path} cannot be opened as a journal: {error}") from error
+        except (sqlite3.DatabaseError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            # SQLite's message may quote damaged text, which Python cannot decode.
+            raise UserError(f"{path} cannot be opened as a journal: {one_line(str(error))}") from error
         failed.pop_all()
     return db
 

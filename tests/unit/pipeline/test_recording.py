@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,7 +45,16 @@ def recorder(tmp_path: Path, notes: Notes) -> Iterator[Recorder]:
     recorder.close("finished")
 
 
-def step(recorder: Recorder, number: int, answer: int, grad_norm: float, skipped_steps: int, *, skipped: bool) -> None:
+def step(
+    recorder: Recorder,
+    number: int,
+    answer: int,
+    grad_norm: float,
+    skipped_steps: int,
+    *,
+    skipped: bool,
+    committed: bool = True,
+) -> None:
     pair = (np.arange(3, dtype=np.int32), np.arange(answer, dtype=np.int32))
     batch = assemble_demonstrations([pair], step=number, version=0)
     report = StepReport(
@@ -52,8 +62,9 @@ def step(recorder: Recorder, number: int, answer: int, grad_norm: float, skipped
         skipped=skipped, skipped_steps=skipped_steps,
     )  # fmt: skip
     recorder.step_ended(batch, [], report)
-    recorder.journal.flush()
-    recorder.show()
+    if committed:
+        recorder.journal.flush()
+        recorder.show()
 
 
 def test_a_skipped_step_is_said_with_its_reason_and_counted(tmp_path: Path, recorder: Recorder, notes: Notes) -> None:
@@ -68,3 +79,19 @@ def test_a_skipped_step_is_said_with_its_reason_and_counted(tmp_path: Path, reco
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert [record["skipped"] for record in records] == [False, True, True, False]
     assert [record["skipped_steps"] for record in records] == [0, 1, 2, 2]
+
+
+def test_friction_34_a_step_is_reported_only_when_it_is_committed(tmp_path: Path, recorder: Recorder) -> None:
+    recorder.journal.flush()
+    other = sqlite3.connect(tmp_path / "journal.db")
+    other.execute("BEGIN IMMEDIATE")  # nothing can be committed now
+    step(recorder, 1, 2, 0.5, 0, skipped=False, committed=False)
+    recorder.show()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [] and recorder.shown.step != 1
+    recorder.version_served(1)
+    assert recorder.shown.version != 1, "a version is shown after its step"
+    other.close()
+    recorder.journal.flush()
+    recorder.show()
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+    assert (recorder.shown.step, recorder.shown.version) == (1, 1)
