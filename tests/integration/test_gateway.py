@@ -51,16 +51,15 @@ async def test_what_is_recorded_is_what_plain_code_computes() -> None:
     config = EngineConfig(slots=4, device="cpu")
     engine = EmbeddedEngine.from_path(MODEL, config, max_length=100, weights="random", version=0)
     chat = ChatFormat.load(MODEL)
-    gateway = Gateway(engine, chat, model="m", max_length=100, max_tokens=60, max_turns=4, session_seconds=60)
-    await gateway.start()
+    gateway = Gateway(engine, chat, model="m", max_length=100, max_tokens=60)
+    await gateway.listen(0, "k" * 16)
     try:
         session = Session(
-            chat=chat, prompt=Prompt(id="p"), max_turns=4,
+            chat=chat, prompt=Prompt(id="p"), max_turns=4, seconds=60,
             sampling=Sampling(max_tokens=40, temperature=0.7, seed=3, stop_token_ids=chat.stop_token_ids),
         )  # fmt: skip
         gateway.sessions.add(session)
-        key = gateway.job(session).api_key
-        async with AsyncOpenAI(base_url=gateway.base_url, api_key=key, max_retries=0) as api:
+        async with AsyncOpenAI(base_url=gateway.base_url, api_key=session.key, max_retries=0) as api:
             history = [{"role": "user", "content": "cab"}]
             for text in ("again", "more"):
                 pieces = await api.chat.completions.create(model="m", messages=history, max_tokens=10, stream=True)

@@ -47,7 +47,7 @@ ARROWS = {
         "delivery.transports.tcp_wire",
         "models",
     },
-    "gateway": {"engines.base", "rollouts.base", "scoring.base", "tasks.base"},
+    "gateway": {"engines.base", "engines.streams", "rollouts.base", "scoring.base", "tasks.base"},
     "headrace_vllm_plugin": {
         "delivery.base",
         "delivery.digest",

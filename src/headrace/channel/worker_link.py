@@ -86,6 +86,7 @@ class WorkerLink:
         self._address = address
         self._on_lost = on_lost
         self._inbox: queue.Queue[Incoming] = queue.Queue()
+        self._take: Callable[[Incoming], object] = self._inbox.put
         self._outgoing: deque[list[Frame]] = deque()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -116,6 +117,12 @@ class WorkerLink:
             return self._inbox.get(timeout=0.5)
         except queue.Empty:
             return None
+
+    def pass_to(self, take: Callable[[Incoming], object] | None) -> None:
+        """Pass the controller's messages to `take`, in the thread of the channel. With None, they wait in the inbox."""
+        self._take = take or self._inbox.put
+        while take is not None and not self._inbox.empty():
+            take(self._inbox.get_nowait())
 
     def send(self, message: Message) -> None:
         """Send a message without waiting for an answer. Messages stay in order."""
@@ -181,7 +188,7 @@ class WorkerLink:
                 while socket.poll(0):
                     header, message = unpack(socket.recv_multipart(copy=False))
                     if not isinstance(message, Alive):
-                        self._inbox.put(Incoming(header.id, message))
+                        self._take(Incoming(header.id, message))
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + BEAT_SECONDS
                 socket.send_multipart(pack("event", 0, self.beat()), copy=False)

@@ -19,7 +19,7 @@ from headrace.channel.worker_link import EXIT_LOST, WorkerLink
 from headrace.channel.worker_side import die_with_parent
 from headrace.cluster.base import EXIT_USER_ERROR
 from headrace.cluster.mps import without_mps
-from headrace.config import Config
+from headrace.config import AgentTaskConfig, Config
 from headrace.errors import HeadraceError, PeerDied
 from headrace.run_dir import RunDir
 
@@ -27,7 +27,7 @@ from headrace.run_dir import RunDir
 def main(argv: Sequence[str]) -> int:
     """Parse the arguments and serve. Returns the exit code."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--role", choices=["engine", "trainer"], required=True)
+    parser.add_argument("--role", choices=["engine", "trainer", "gateway"], required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--address", required=True)
     parser.add_argument("--run", type=Path, required=True)
@@ -42,6 +42,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         if arguments.role == "engine":
             _serve_engine(link, config)
+        elif arguments.role == "gateway":
+            _serve_gateway(link, config)
         else:
             _serve_trainer(link, config)
     except PeerDied as error:
@@ -126,6 +128,38 @@ def _serve_trainer(link: WorkerLink, config: Config) -> None:
         with open_readonly(journal) as reader:
             last_step = reader.last_step(config.policy_name)
     TrainerRole(link, config, last_step).run()
+
+
+def _serve_gateway(link: WorkerLink, config: Config) -> None:
+    from headrace.config.memory import longest_sequence
+    from headrace.config.model_dir import model_facts
+    from headrace.gateway.gateway import Gateway
+    from headrace.gateway.serving import GatewayRole
+    from headrace.tasks.chat import ChatFormat
+
+    link.phase = "loading"
+    sys.setswitchinterval(0.001)  # The thread of the link must not wait long for a busy event loop.
+    chat = ChatFormat.load(config.model.path)
+    facts = model_facts(Path(config.model.path), config.model.weights)
+    agents = config.task.workers * config.task.concurrency if isinstance(config.task, AgentTaskConfig) else 0
+    GatewayRole(
+        link,
+        lambda engine, whole, note: Gateway(
+            engine,
+            chat,
+            whole=whole,
+            model=Path(config.model.path).name,
+            bind=config.gateway.bind,
+            max_length=longest_sequence(config.engine.max_length, facts.max_positions),
+            max_tokens=config.rollouts.max_tokens,
+            vocabulary=facts.vocabulary,
+            stop_token_ids=tuple(chat.token_id(token) for token in config.rollouts.stop),
+            connections=max(config.gateway.connections, 2 * agents),
+            max_body=config.gateway.max_body,
+            queue=max(config.gateway.queue, 2 * agents),
+            note=note,
+        ),
+    ).run()
 
 
 if __name__ == "__main__":

@@ -559,8 +559,8 @@ class PipelineConfig(Section, frozen=True):
     step. `slices`: the driver slices the GPU's time. `mps`: they run side by side under NVIDIA's MPS, which is started
     for the run; if MPS cannot be started, they take turns, and the run says so and why."""
     restarts: NonNegative = 3
-    """How often in a row an engine or trainer that dies is restarted. After more deaths the run ends. The count starts
-    anew when a process has served for a minute."""
+    """How often in a row an engine, a trainer or the gateway is restarted when it dies. After more deaths the run ends.
+    The count starts anew when a process has served for a minute."""
     record: bool = False
     """Also record the schedule in the journal: admissions, completions, swaps and consumes, in their order."""
 

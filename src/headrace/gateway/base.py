@@ -1,27 +1,29 @@
 """What the parts of the gateway share: errors, the chat format, and the result of an agent's session.
 
-    agent ──HTTP──▶ server ──▶ openai_format ──▶ completions ──▶ engines
-                      │                          │
-                      └──── session ◀── conversation (tokens, log-probabilities, versions)
-                               │
-                    episode ◀──┴── reward: one session is one rollout
+    agent ──HTTP──▶ gateway ──▶ openai_format ──▶ completions ──▶ serving ═══▶ relay ──▶ engines
+                      │                              │                          │
+                      └──── session ◀── conversation (tokens, ...)              └──▶ episode: one session, one rollout
 
-A client's error is an `ApiError`, which the client receives as OpenAI's JSON. Nothing that a client sends can end a
-run.
+What is left of `serving` runs in a process of its own, what is right of it in the controller. A client's error is an
+`ApiError`, which the client receives as OpenAI's JSON. Nothing that a client sends can end a run.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
+from headrace.channel.codec import Message as ChannelMessage
+from headrace.engines.base import Delta, Request
 from headrace.rollouts.base import AnyEpisode, ChatFormat, EpisodePlan
 from headrace.scoring.base import Stage
 from headrace.types import Int32Array
 
 Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
+GATEWAY_DIED = "the gateway died"
+"""How the reason of a session begins that was lost with the gateway's process."""
 EpisodeMaker = Callable[[EpisodePlan, Stage], AnyEpisode]
 """A function that makes an episode whose turns an agent takes. The scoring stage gets the episode's tokens."""
 
@@ -73,6 +75,16 @@ class Chat(ChatFormat, Protocol):
         ...
 
 
+class TokenSource(Protocol):
+    """Answers requests: the engines, or the way to them."""
+
+    name: str
+
+    def generate(self, request: Request) -> AsyncIterator[Delta]:
+        """See `engines.base.Sampler.generate`."""
+        ...
+
+
 class Reward(msgspec.Struct, frozen=True, kw_only=True):
     """The reward that an agent reports for its session."""
 
@@ -85,3 +97,23 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True):
             return f"the reward is {self.reward}, not a finite number"
         odd = [name for name, value in self.metrics.items() if not math.isfinite(value)]
         return f"the metric {odd[0]!r} is not a finite number" if odd else ""
+
+
+class GatewayHandle(Protocol):
+    """What the controller does with the gateway's process."""
+
+    name: str
+
+    def hear(self, message: ChannelMessage) -> None:
+        """Handle a message of the process."""
+
+    def lost(self, reason: str) -> None:
+        """Fail the sessions in which agents work, because the process died."""
+
+    async def back(self) -> None:
+        """Make the restarted process serve again, at the same address."""
+
+
+def base_url(host: str, port: int) -> str:
+    """Return the base URL for an `openai.OpenAI` client."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"

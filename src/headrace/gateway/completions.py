@@ -16,9 +16,9 @@ from itertools import count
 import msgspec
 import numpy as np
 
-from headrace.engines.base import Delta, Request, Sampler, Sampling, closing_deltas
+from headrace.engines.base import Delta, Request, Sampling, closing_deltas
 from headrace.errors import HeadraceError, ModelError
-from headrace.gateway.base import ApiError, Chat
+from headrace.gateway.base import ApiError, Chat, TokenSource
 from headrace.gateway.openai_format import Answered, ChatRequest, CompletionRequest, StreamedAnswer, TextRequest
 from headrace.gateway.session import Conversation, Opening, Session
 from headrace.rollouts.base import derive_seed
@@ -40,7 +40,9 @@ FRUITLESS_RESUMES = 100
 class Completions:
     """Answers requests with the help of the engines."""
 
-    engine: Sampler
+    engine: TokenSource
+    whole: TokenSource
+    """Answers requests of which nobody reads a part before the end."""
     chat: Chat
     max_length: int
     max_tokens: int
@@ -92,11 +94,11 @@ class Completions:
         choices = [StreamedAnswer(self.chat, want.stops, tools=tools) for _ in requests]
         read = bool(want.stream)
         try:
-            await self._draw(requests, choices, say)
+            await self._draw(self.engine if say is not None or want.stops else self.whole, requests, choices, say)
             read = True
         except ApiError as failure:
             if session is not None:
-                session.failure = failure.message
+                session.fail(failure.message)
             raise
         finally:
             if session is not None and read and not session.over:
@@ -137,18 +139,16 @@ class Completions:
         ]
 
     def _record(self, session: Session, opening: Opening, choices: list[StreamedAnswer]) -> None:
-        for answer in choices:
-            if len(answer):
-                session.conversation.record(
-                    opening, answer.token_ids, answer.logprobs, answer.versions, answer.message()
-                )
+        session.record(opening, choices)
         if session.budget <= 0 and any(answer.finish == "length" for answer in choices):
-            session.exhausted = True
+            session.exhaust()
 
-    async def _draw(self, requests: list[Request], choices: list[StreamedAnswer], say: Say) -> None:
+    async def _draw(
+        self, engine: TokenSource, requests: list[Request], choices: list[StreamedAnswer], say: Say
+    ) -> None:
         """Sample all choices at the same time. If one fails, the others are cancelled and the request fails."""
         tasks = [
-            asyncio.create_task(self._choice(request, number, streamed, say), name=request.id)
+            asyncio.create_task(self._choice(engine, request, number, streamed, say), name=request.id)
             for number, (request, streamed) in enumerate(zip(requests, choices, strict=True))
         ]
         try:
@@ -158,8 +158,10 @@ class Completions:
                 task.cancel()
             await asyncio.wait(tasks, timeout=END_SECONDS)
 
-    async def _choice(self, request: Request, number: int, streamed: StreamedAnswer, say: Say) -> None:
-        async with aclosing(sample(self.engine, request)) as deltas:
+    async def _choice(
+        self, engine: TokenSource, request: Request, number: int, streamed: StreamedAnswer, say: Say
+    ) -> None:
+        async with aclosing(sample(engine, request)) as deltas:
             async for delta in deltas:
                 piece = streamed.hear(delta)
                 if say is not None and (piece or streamed.finish is not None):
@@ -196,7 +198,7 @@ class Completions:
 
     def _too_long(self, what: str, session: Session | None) -> ApiError:
         if session is not None:
-            session.exhausted = True
+            session.exhaust()
         said = f"{what} leave no room under the longest length of {self.max_length} ([engine] max_length)"
         return ApiError(400, said, code="context_length_exceeded")
 
@@ -211,7 +213,7 @@ class Completions:
             self.note("an agent gives a seed; the noise of a session follows from [run] seed")
 
 
-async def sample(engine: Sampler, request: Request) -> AsyncGenerator[Delta]:
+async def sample(engine: TokenSource, request: Request) -> AsyncGenerator[Delta]:
     """Yield the deltas of a turn, sampled with as many requests as it needs. Raises `ApiError`.
 
     An aborted request is resumed from its prefix. The last delta has `finish` "stop" or "length".

@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
@@ -24,6 +24,8 @@ import numpy as np
 
 from headrace.engines.base import Sampling
 from headrace.gateway.base import ApiError, Chat, Message, Reward, Tools
+from headrace.gateway.messages import FromGatewayItem, Limited, Recorded, Rewarded, Taken
+from headrace.gateway.openai_format import StreamedAnswer
 from headrace.scoring.base import Turn as PlacedTurn
 from headrace.types import Float32Array, Int32Array, Prompt, Trace
 
@@ -122,9 +124,9 @@ class Conversation:
     def record(
         self,
         opening: Opening,
-        sampled: Sequence[int],
-        logprobs: Sequence[float],
-        versions: Sequence[int],
+        sampled: Sequence[int] | Int32Array,
+        logprobs: Sequence[float] | Float32Array,
+        versions: Sequence[int] | Int32Array,
         answer: Message,
     ) -> ConversationTurn:
         """Record a turn exactly as the engine reported it. `answer` is the message that the client received."""
@@ -136,7 +138,7 @@ class Conversation:
             token_ids=np.concatenate([opening.token_ids, np.asarray(sampled, np.int32)]),
             history=(*opening.history, _key(answer)) if opening.history else (),
             text=opening.text + str(answer["content"]) if opening.text else "",
-            ended=bool(sampled) and sampled[-1] in self._chat.stop_token_ids,
+            ended=len(sampled) > 0 and int(sampled[-1]) in self._chat.stop_token_ids,
         )
         if self._listen is not None:
             number, start = len(self.turns), len(opening.token_ids)
@@ -194,6 +196,11 @@ def _key(message: Message) -> str:
     return _ENCODER.encode(compared).decode()
 
 
+def new_key() -> str:
+    """Return a random API key."""
+    return secrets.token_urlsafe(24)
+
+
 @dataclass(kw_only=True, eq=False)
 class Session:
     """One agent's session. `close` ends the session and the requests that it has in flight."""
@@ -203,10 +210,15 @@ class Session:
     sampling: Sampling
     """The sampling of every turn. `max_tokens` is the budget over all turns; `seed` seeds every turn."""
     max_turns: int
+    seconds: float
+    """Seconds in which the session must have its reward, from the moment at which an agent starts to work."""
     group: str = ""
     priority: int = 0
-    listen: Callable[[int, int, Trace], None] | None = None
-    """This function gets the tokens of every turn (see `Conversation`)."""
+    tell: Callable[[FromGatewayItem], None] = lambda item: None
+    """This function gets everything that the controller has to know of the session."""
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+    key: str = field(default_factory=new_key)
+    """The API key of this session. It is independent of the run's key and of every other session's."""
     requests: int = 0
     """The number of requests so far, answered or in flight."""
     exhausted: bool = False
@@ -214,16 +226,11 @@ class Session:
     failure: str = ""
     """Why the engines could not answer; empty if they could."""
     deadline: float | None = None
-    """When the session times out, on the clock of `time.monotonic`; None until an agent has started."""
+    """When the session times out, on the clock of `time.monotonic`; None until an agent takes it or makes a request."""
 
     def __post_init__(self) -> None:
-        self.id = secrets.token_hex(8)
-        self.key = secrets.token_urlsafe(24)
-        """The API key of this session. It is independent of the run's key and of every other session's."""
-        self.conversation = Conversation(self.chat, self.listen)
-        self.taken = asyncio.Event()
-        """Set when an agent has started to work in this session."""
-        self.reward: asyncio.Future[Reward] = asyncio.get_running_loop().create_future()
+        self.conversation = Conversation(self.chat)
+        self.reward: Reward | None = None
         self._lock = asyncio.Lock()
         """Held by the request that is currently answered."""
         self._running: set[asyncio.Task[object]] = set()
@@ -234,10 +241,42 @@ class Session:
         """The number of tokens that may still be sampled."""
         return self.sampling.max_tokens - self.conversation.sampled
 
-    def begin(self, timeout: float) -> None:
+    def begin(self) -> None:
         """Start the session's time, because an agent starts to work."""
-        self.deadline = time.monotonic() + timeout
-        self.taken.set()
+        self.deadline = time.monotonic() + self.seconds
+        self.tell(Taken(session=self.id))
+
+    def record(self, opening: Opening, answers: Sequence[StreamedAnswer]) -> None:
+        """Record the answers to one request, as far as they have tokens."""
+        turns, shared = self.conversation.turns, False
+        for answer in answers:
+            if not len(answer):
+                continue
+            turn = self.conversation.record(
+                opening, answer.token_ids, answer.logprobs, answer.versions, answer.message()
+            )
+            self.tell(
+                Recorded(
+                    session=self.id,
+                    parent=-1 if opening.parent is None else turns.index(opening.parent),
+                    shared=shared,
+                    context=b"" if shared else opening.context.tobytes(),
+                    sampled=turn.sampled.tobytes(),
+                    logprobs=turn.logprobs.tobytes(),
+                    versions=turn.versions.tobytes(),
+                )
+            )
+            shared = True
+
+    def exhaust(self) -> None:
+        """Note that a request was refused, or cut, because the budget was used up."""
+        self.exhausted = True
+        self.tell(Limited(session=self.id, exhausted=True))
+
+    def fail(self, reason: str) -> None:
+        """Note why the engines could not answer."""
+        self.failure = reason
+        self.tell(Limited(session=self.id, failure=reason))
 
     def seconds_left(self) -> float | None:
         """Return the seconds until the session times out; None before an agent has started."""
@@ -251,16 +290,17 @@ class Session:
             used, code = f"{self.sampling.max_tokens} tokens ([rollouts] max_tokens)", "context_length_exceeded"
         else:
             return self.budget // choices
-        self.exhausted = True
+        self.exhaust()
         raise ApiError(400, f"the session has used its {used}", code=code)
 
     def settle(self, reward: Reward) -> None:
         """Accept the reward, once. Raises `ApiError`."""
         if problem := reward.problem():
             raise ApiError(400, problem, param="reward")
-        if self.reward.done():
+        if self.reward is not None:
             raise ApiError(409, f"session {self.id} already has its reward")
-        self.reward.set_result(reward)
+        self.reward = reward
+        self.tell(Rewarded(session=self.id, reward=reward))
 
     @asynccontextmanager
     async def request(self) -> AsyncIterator[None]:
@@ -273,6 +313,8 @@ class Session:
         if len(self._running) >= WAITING:
             raise ApiError(429, f"session {self.id} has {WAITING} requests already", code="busy", retry_after=1)
         self._running.add(task)
+        if self.deadline is None:
+            self.begin()
         try:
             async with asyncio.timeout(self.seconds_left()), self._lock:
                 yield
@@ -282,7 +324,7 @@ class Session:
     @property
     def over(self) -> bool:
         """Whether the session takes no more requests."""
-        return self._closed or self.reward.done()
+        return self._closed or self.reward is not None
 
     def close(self) -> None:
         """End the session and cancel its requests in flight. Idempotent."""
@@ -310,9 +352,13 @@ class Sessions:
         if offered:
             self._offered.put_nowait(session)
 
+    def find(self, id: str) -> Session | None:
+        """Return the open session with this id, or None."""
+        return self._open.get(id)
+
     def get(self, id: str) -> Session:
         """Return the open session with this id. Raises `ApiError`."""
-        session = self._open.get(id)
+        session = self.find(id)
         if session is None:
             raise ApiError(404, f"there is no open session {id[:40]!r} (it may have ended)", code="session_not_found")
         return session
@@ -321,7 +367,7 @@ class Sessions:
         """Return the open session with this API key, or None."""
         return self._by_key.get(_digest(key))
 
-    async def take(self, wait: float, timeout: float) -> Session | None:
+    async def take(self, wait: float) -> Session | None:
         """Take the session that has been offered longest, and start its time. Returns None after `wait` seconds."""
         try:
             async with asyncio.timeout(wait):
@@ -330,7 +376,7 @@ class Sessions:
                     session = await self._offered.get()
         except TimeoutError:
             return None
-        session.begin(timeout)
+        session.begin()
         return session
 
     def remove(self, session: Session) -> None:

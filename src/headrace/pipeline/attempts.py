@@ -19,6 +19,7 @@ from typing import NamedTuple
 from headrace.buffer.filters import Filter, filter_group, prefix_of
 from headrace.buffer.window import Window
 from headrace.errors import HeadraceError
+from headrace.gateway.base import GATEWAY_DIED
 from headrace.pipeline.recording import Recorder
 from headrace.rollouts.base import AnyEpisode
 from headrace.rollouts.groups import cancel_group
@@ -176,6 +177,8 @@ class Attempts:
         reason = next(rollout.reason for rollout in group.rollouts if rollout.ending in ("failed", "aborted"))
         self._window.fail(group.id)
         self._recorder.group_ended(group, "failed", reason)
+        if any(rollout.reason.startswith(GATEWAY_DIED) for rollout in group.rollouts):
+            return  # Supervision limits these deaths. One of them fails all groups that are under way.
         self._failed_in_a_row += 1
         # A failed group is replaced by another. If all groups fail, this would go on for ever.
         if self._failed_in_a_row >= max(FAILED_IN_A_ROW, 2 * self._window.capacity):

@@ -177,6 +177,7 @@ class Controller:
 
     def _handle(self, event: Event, tasks: asyncio.TaskGroup) -> None:
         """Handle one event. `recovery` describes what follows the death and the return of a process."""
+        gateway = self.parts.gateway
         match event:
             case Heard(engine, Deltas() as tokens):
                 self.parts.remote[engine].deliver(tokens.deltas)
@@ -184,6 +185,8 @@ class Controller:
                 self.waits.moved()
             case Heard(process, Heartbeat() as beat):
                 self.recorder.beat(process, beat)
+            case Heard(process, message) if gateway is not None and process == gateway.name:
+                gateway.hear(message)
             case Heard(_, Published(manifest=manifest, snapshot_seconds=seconds)):
                 self.versions.published(manifest)
                 self.recorder.version_published(manifest, seconds)
@@ -201,6 +204,8 @@ class Controller:
             case Died(death, restarts):
                 if death.peer == self.parts.trainer.name:
                     self.recovery.trainer_died()
+                elif gateway is not None and death.peer == gateway.name:
+                    self.recovery.gateway_died(gateway, death)
                 elif any(engine.name == death.peer for engine in self.parts.pool.engines):
                     self.recovery.engine_died(death)
                 self.recorder.note(f"{death}; it is started again" if restarts else str(death))
@@ -212,6 +217,8 @@ class Controller:
                         self.recorder.note(line)
                     returning = self.recovery.trainer_returned(checkpoint)
                     tasks.create_task(returning, name=f"bring back {process}")
+                elif gateway is not None and process == gateway.name:
+                    tasks.create_task(self.recovery.gateway_returned(gateway), name=f"bring back {process}")
                 else:
                     self.recovery.engine_returned(process)
 

@@ -8,13 +8,15 @@ whenever it runs.
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 import msgspec
 
 from headrace.engines.base import Sampling
+from headrace.gateway.base import GATEWAY_DIED
 from headrace.observe.records import EvaluationRecord, SampleRecord
 from headrace.pipeline.parts import Parts
 from headrace.rollouts.base import AnyEpisode, EpisodePlan, derive_seed
@@ -191,16 +193,20 @@ async def evaluate(
     started = now()
     rollouts: dict[tuple[int, int], Rollout] = {}
     answers: dict[int, SampleRecord] = {}
-    remaining = ((p, prompt, sample) for p, prompt in enumerate(prompts) for sample in range(samples))
+    waiting = deque((p, prompt, sample) for p, prompt in enumerate(prompts) for sample in range(samples))
 
-    async def work(remaining: Iterator[tuple[int, Prompt, int]]) -> None:
-        for p, prompt, sample in remaining:
+    async def work() -> None:
+        while waiting:
+            p, prompt, sample = waiting.popleft()
             episode = make_episode(prompt, sample)
             try:
                 await episode.prepare()
                 rollout = rollouts[p, sample] = await run_episode(episode, scoring)
             finally:
                 await episode.discard()
+            if rollout.reason.startswith(GATEWAY_DIED):
+                waiting.appendleft((p, prompt, sample))  # Nothing was wrong with the answer, so it is asked for again.
+                continue
             if p < SHOWN and sample == 0:
                 question = prompt.text if prompt.text is not None else (prompt.messages or [{}])[-1].get("content", "")
                 answers[p] = SampleRecord(
@@ -214,7 +220,7 @@ async def evaluate(
 
     async with asyncio.TaskGroup() as tasks:
         for number in range(min(concurrency, len(prompts) * samples)):
-            tasks.create_task(work(remaining), name=f"evaluate {number}")
+            tasks.create_task(work(), name=f"evaluate {number}")
 
     # An answer is right if its reward is at least 1.
     right = [sum(_reward(rollouts[p, sample]) >= 1.0 for sample in range(samples)) for p in range(len(prompts))]

@@ -16,9 +16,9 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -29,7 +29,7 @@ from headrace.channel.events import Events
 from headrace.cluster.inventory import place_run
 from headrace.cluster.launchers.local import make_launcher
 from headrace.cluster.mps import Mps, sweep_daemons
-from headrace.cluster.placement import Placement
+from headrace.cluster.placement import Place, Placement
 from headrace.cluster.supervision import Fleet
 from headrace.config import AgentTaskConfig, Config, dump_config, with_settings
 from headrace.config.file_digests import check_digests
@@ -41,6 +41,9 @@ from headrace.engines.pool import EnginePool
 from headrace.engines.serving import RemoteEngine
 from headrace.errors import DiskError, HeadraceError, UserError
 from headrace.gateway.agents import AgentTask
+from headrace.gateway.episode import AgentEpisode
+from headrace.gateway.relay import KEY_VARIABLE, Relay, checked_key
+from headrace.gateway.session import new_key
 from headrace.observe.metrics import MetricsLog, Trackers, reported_step
 from headrace.observe.progress import Progress
 from headrace.observe.spans import RunClock, Timeline, timeline_damage
@@ -57,10 +60,8 @@ from headrace.training.base import Checkpoint
 from headrace.training.remote import RENDEZVOUS, RemoteTrainer
 from headrace.types import NO_VERSION
 
-if TYPE_CHECKING:
-    from headrace.gateway.gateway import Gateway
-
 TRAINER = "trainer-0"
+GATEWAY = "gateway-0"
 SHOW_SECONDS = 0.25
 WATCH_SECONDS = 1.0
 
@@ -72,15 +73,18 @@ class Workers:
         prepare(config.delivery, run_dir.path)
         (run_dir.path / RENDEZVOUS).unlink(missing_ok=True)
         trainers, engines = placement.of("trainer"), placement.of("engine")
+        gateways = []
+        if isinstance(config.task, AgentTaskConfig) or config.gateway.serve:
+            gateways = [Place(role="gateway", rank=0, host=trainers[0].host)]
         # Trainer ranks depend on each other: if one of several dies, the run ends and is resumed as a whole.
-        restarted = engines if len(trainers) > 1 else [*trainers, *engines]
+        restarted = [*([] if len(trainers) > 1 else trainers), *engines, *gateways]
         sweep_daemons()
         self.mps = Mps(config)
         self.events = Events()
         self.fleet = Fleet(
             make_launcher(config, self.mps.environment),
             run_dir.path,
-            placement.places,
+            [*placement.places, *gateways],
             self.events,
             {place.name: config.pipeline.restarts for place in restarted},
         )
@@ -121,7 +125,7 @@ class RunSession:
         self._journal = journal
         self._tokenizer_known = tokenizer_known
         self._controller: Controller | None = None
-        self._gateway: Gateway | None = None
+        self._gateway: Relay | None = None
         self.outcome = "failed"
         """How the run ended: `finished`, `interrupted` or `failed`."""
         self.summary: dict[str, Any] = {}
@@ -157,7 +161,7 @@ class RunSession:
         finally:
             if workers is not None:
                 if self._gateway is not None:
-                    await self._gateway.close()
+                    self._gateway.close()
                 await workers.fleet.stop()
                 await self._task.close()
                 await asyncio.to_thread(workers.mps.stop)
@@ -189,6 +193,7 @@ class RunSession:
             self._controller = controller
             watchers.append(guard.create_task(controller.serve(), name="serve"))
             if self._gateway is not None:
+                watchers.append(guard.create_task(self._gateway.run(), name="gateway"))
                 await self._gateway.start()
             self.run_dir.keep_config()
             watchers.append(guard.create_task(self._show_loop(controller), name="show"))
@@ -220,7 +225,7 @@ class RunSession:
         if before.last_version != NO_VERSION:
             metrics.write("resumed", step=before.resume_step)
         pool = EnginePool(list(workers.engines.values()))
-        self._gateway = self._make_gateway(pool)
+        relay = self._gateway = self._make_gateway(workers, pool)
         workers.events.clear()
         parts = Parts(
             config,
@@ -242,7 +247,8 @@ class RunSession:
             processes=workers.fleet,
             remote=workers.engines,
             scoring=self._task.scoring,
-            agents=self._gateway.episode if self._gateway is not None and isinstance(task, AgentTask) else None,
+            gateway=relay,
+            agents=partial(AgentEpisode, relay=relay) if relay is not None and isinstance(task, AgentTask) else None,
             max_length=self._longest_sequence,
         )
         journal.meta("name", config.run.name)
@@ -254,32 +260,24 @@ class RunSession:
         journal.meta("no_mps", workers.mps.missing or None)
         return Controller(parts)
 
-    def _make_gateway(self, pool: EnginePool) -> Gateway | None:
+    def _make_gateway(self, workers: Workers, pool: EnginePool) -> Relay | None:
         config, task = self.config, self._task.task
         own = task if isinstance(task, AgentTask) else None
         if own is None and not config.gateway.serve:
             return None
-        # The gateway's HTTP library is loaded only when it is used.
-        from headrace.gateway.gateway import KEY_VARIABLE, Gateway
-
-        agents = config.task.workers * config.task.concurrency if isinstance(config.task, AgentTaskConfig) else 0
-        return Gateway(
+        key = os.environ.get(KEY_VARIABLE)
+        return Relay(
+            GATEWAY,
+            workers.fleet.hub,
             pool,
             self._chat,
             model=Path(config.model.path).name,
             bind=config.gateway.bind,
             port=config.gateway.port,
-            key=os.environ.get(KEY_VARIABLE),
-            max_length=self._longest_sequence,
-            vocabulary=self._facts.vocabulary,
-            max_tokens=config.rollouts.max_tokens,
+            key=checked_key(key) if key else new_key(),
             max_turns=config.rollouts.max_turns,
-            stop_token_ids=tuple(self._chat.token_id(token) for token in config.rollouts.stop),
-            agents=None if own is None else own.agents,
             session_seconds=config.pipeline.stall_seconds if own is None else own.timeout,
-            connections=max(config.gateway.connections, 2 * agents),
-            max_body=config.gateway.max_body,
-            queue=max(config.gateway.queue, 2 * agents),
+            agents=None if own is None else own.agents,
             file=self.run_dir.path / "gateway.json",
             note=self.progress.note,
         )
@@ -312,6 +310,10 @@ class RunSession:
                 self.progress.note(f"{name} has requests and sent no token for {limit / 2:g} s: it is ended")
                 watch.forget(name)
                 fleet.kill(name)
+            if (gateway := self._gateway) is not None and gateway.silent_for() > limit / 2:
+                self.progress.note(f"{gateway.name} has not answered for {limit / 2:g} s: it is ended")
+                gateway.lost("it did not answer")
+                fleet.kill(gateway.name)
             write_whole(self.run_dir.status, msgspec.json.encode(controller.status(fleet.phases)))
             controller.waits.check(limit)
 

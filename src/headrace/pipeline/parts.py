@@ -11,7 +11,7 @@ from headrace.cluster.base import Processes
 from headrace.config import Config
 from headrace.engines.pool import EnginePool
 from headrace.engines.streams import StreamedEngine
-from headrace.gateway.base import EpisodeMaker
+from headrace.gateway.base import EpisodeMaker, GatewayHandle
 from headrace.pipeline.recording import Outputs, Recorder
 from headrace.pipeline.waits import Waits
 from headrace.rollouts.base import ChatFormat
@@ -45,6 +45,8 @@ class Parts:
     """The engines of the pool that run in their own processes, by name."""
     scoring: Stage = field(default_factory=Stage)
     """The stage that scores every rollout. Without scorers, the environment or the agent gives the reward."""
+    gateway: GatewayHandle | None = None
+    """The gateway's process, if there is one."""
     agents: EpisodeMaker | None = None
     """The maker of episodes if agents take the turns. If None, episodes come from the task's environments."""
     max_length: int | None = None

@@ -15,6 +15,10 @@
     a reward       Its pool starts another one, which judges the same answer once more. If that worker dies too, the
     worker         rollout fails, with this as the reason (`scoring.rewards`).
     an agent       Its pool starts another one. Its rollout fails, with this as the reason (`gateway.agents`).
+    the gateway    The sessions in which agents work fail, with this as the reason; such failures do not count towards
+                   the limit of failed groups, and held-out prompts are asked again. Its requests are withdrawn from
+                   the engines. Supervision restarts it. It listens at the same address, and sessions that waited for
+                   an agent are offered again.
     a vLLM         Its engine worker ends, and is restarted with a new server. A server that was given by URL is
     server         waited for (`engines.vllm.server`).
 
@@ -24,11 +28,13 @@ controller calls the methods here for them. A process that dies too often in a r
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import suppress
 
 import msgspec
 
 from headrace.buffer.recovery import UnfinishedGroup
 from headrace.errors import HeadraceError, PeerDied
+from headrace.gateway.base import GatewayHandle
 from headrace.pipeline.attempts import Attempts
 from headrace.pipeline.batches import recorded_batches, warm_start_batches
 from headrace.pipeline.episodes import Episodes
@@ -42,7 +48,7 @@ from headrace.types import Batch, Group
 
 
 class Recovery:
-    """The recovery of a run after the death of an engine, of the trainer, or of a previous controller."""
+    """The recovery of a run after the death of an engine, the trainer, the gateway, or a previous controller."""
 
     def __init__(self, parts: Parts, versions: Versions, steps: Steps, watch: EngineWatch) -> None:
         self._parts = parts
@@ -73,6 +79,20 @@ class Recovery:
         self._parts.pool.take_back(name)
         self._parts.processes.rejoined(name)
         self._parts.waits.moved()
+
+    # ---- the gateway
+
+    def gateway_died(self, gateway: GatewayHandle, death: PeerDied) -> None:
+        """Fail the sessions of the gateway. New sessions wait until it is back."""
+        gateway.lost(death.reason)
+        self._parts.recorder.restarted(gateway.name, death.reason, tokens=0)
+
+    async def gateway_returned(self, gateway: GatewayHandle) -> None:
+        """Make the restarted gateway listen at its old address."""
+        with suppress(PeerDied):  # It will be restarted once more.
+            await gateway.back()
+            self._parts.processes.rejoined(gateway.name)
+            self._parts.waits.moved()
 
     # ---- the trainer
 

@@ -1,4 +1,7 @@
-"""A chat format whose text does not tell its tokens, and a gateway over a fake engine."""
+"""A chat format whose text does not tell its tokens, and a gateway over a fake engine.
+
+`serving` is the part of the gateway that has a process of its own, `relayed` both parts.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from headrace.engines.base import Engine, Sampling
 from headrace.engines.fake import FakeEngine
-from headrace.gateway.agents import AgentPool
 from headrace.gateway.gateway import Gateway
-from headrace.gateway.session import Session
+from headrace.gateway.relay import Relay
+from headrace.gateway.session import Session, new_key
 from headrace.tasks.chat import ChatFormat, ChatTemplate
 from headrace.types import Prompt
+from inner_gateway import both_sides
 
 SPECIAL = ["<|user|>", "<|assistant|>", "<|end|>", "<|tool|>"]
 USER, ASSISTANT, END, TOOL = range(4)
@@ -50,11 +54,8 @@ def fake_engine(**arguments: Any) -> FakeEngine:
 async def serving(
     engine: Engine | None = None,
     *,
-    agents: AgentPool | None = None,
     max_tokens: int = 40,
-    max_turns: int = 8,
     max_length: int = 200,
-    session_seconds: float = 20.0,
     template: str = TEMPLATE,
     **more: Any,
 ) -> AsyncIterator[Gateway]:
@@ -64,16 +65,19 @@ async def serving(
         model="tiny",
         max_length=max_length,
         max_tokens=max_tokens,
-        max_turns=max_turns,
-        agents=agents,
-        session_seconds=session_seconds,
         **more,
     )
-    await gateway.start()
+    await gateway.listen(0, new_key())
     try:
         yield gateway
     finally:
         await gateway.close()
+
+
+@asynccontextmanager
+async def relayed(engine: Engine | None = None, **more: Any) -> AsyncIterator[Relay]:
+    async with both_sides(engine or fake_engine(), merging_chat(), **more) as relay:
+        yield relay
 
 
 def opened(gateway: Gateway, *, seed: int = 1, max_tokens: int = 40, temperature: float = 1.0) -> Session:
@@ -83,14 +87,15 @@ def opened(gateway: Gateway, *, seed: int = 1, max_tokens: int = 40, temperature
         prompt=Prompt(id="p", messages=[{"role": "user", "content": "hi"}], data={"answer": "b"}),
         sampling=Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed, stop_token_ids=(END,)),
         max_turns=8,
+        seconds=20.0,
     )
     gateway.sessions.add(session)
-    session.begin(20.0)
+    session.begin()
     return session
 
 
 def client(gateway: Gateway, session: Session | None = None, **more: Any) -> AsyncOpenAI:
-    key = gateway.key if session is None else gateway.job(session).api_key
+    key = gateway.key if session is None else session.key
     return AsyncOpenAI(base_url=gateway.base_url, api_key=key, max_retries=0, timeout=20.0, **more)
 
 
@@ -102,7 +107,7 @@ def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-async def post(gateway: Gateway, path: str, body: Any, key: str | None = None) -> tuple[int, Any]:
+async def post(gateway: Gateway | Relay, path: str, body: Any, key: str | None = None) -> tuple[int, Any]:
     """A plain request, without the client's own checks."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"authorization": f"Bearer {gateway.key if key is None else key}", "content-type": "application/json"}

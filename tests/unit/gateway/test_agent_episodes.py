@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gateway_parts import END, fake_engine, post, serving, until
+from gateway_parts import END, fake_engine, post, relayed, until
 
 from headrace.engines.base import Sampling
 from headrace.errors import ConfigError
 from headrace.gateway.agent_main import AgentSetup
 from headrace.gateway.agents import AgentPool
-from headrace.gateway.gateway import AgentEpisode, Gateway
+from headrace.gateway.episode import AgentEpisode
+from headrace.gateway.relay import Relay
 from headrace.rollouts.base import EpisodePlan
 from headrace.rollouts.groups import run_episode
 from headrace.scoring.base import Ended, Scorer, Span, Stage
@@ -42,7 +43,7 @@ async def pool(function: str = "behave", command: list[str] | None = None, **mor
 
 
 def episode(
-    gateway: Gateway,
+    relay: Relay,
     way: str = "",
     *,
     index: int = 0,
@@ -53,15 +54,15 @@ def episode(
     prompt = Prompt(id="p", messages=[{"role": "user", "content": "hi"}], data={"way": way, "data_": 1, "mark": mark})
     sampling = Sampling(max_tokens=max_tokens, seed=index)
     plan = EpisodePlan(id=f"9/{index}", index=index, prompt=prompt, sampling=sampling, group="9")
-    return gateway.episode(plan, scoring)
+    return AgentEpisode(plan, scoring, relay=relay)
 
 
 async def test_what_an_agent_had_come_to_is_discarded_in_all_its_traces() -> None:
     nothing = Trace.of_context(np.arange(3, dtype=np.int32))
     saved = [nothing.extended([5] * n, [-1.0] * n, [0] * n, trained=True) for n in (4, 2)]
-    async with serving() as gateway:
+    async with relayed() as gateway:
         plan = EpisodePlan(id="9/0", index=0, prompt=Prompt(id="p"), sampling=Sampling(max_tokens=8), saved=saved)
-        again = gateway.episode(plan)
+        again = AgentEpisode(plan, relay=gateway)
     assert (again.discarded, list(again.traces), again.answer) == (6, [], "")
 
 
@@ -90,9 +91,9 @@ def children(pid: int) -> list[str]:
 
 async def test_every_way_an_agent_can_end_is_a_rollout() -> None:
     ways = ["number", "metrics", "posts", "both", "nothing", "nan", "text", "raises", "silent"]
-    async with pool() as agents, serving(agents=agents) as gateway:
+    async with pool() as agents, relayed(agents=agents) as gateway:
         rollouts = await ended(*(episode(gateway, way, index=n) for n, way in enumerate(ways)))
-        assert len(gateway.sessions) == 0
+        assert gateway.open_sessions == 0
     found = {way: (r.ending, r.reward, r.reason) for way, r in zip(ways, rollouts, strict=True)}
     assert found == {
         "number": ("finished", 0.25, ""),
@@ -114,7 +115,7 @@ async def test_every_way_an_agent_can_end_is_a_rollout() -> None:
 
 
 async def test_friction_40_an_agent_that_raises_what_is_no_exception_is_answered() -> None:
-    async with pool() as agents, serving(agents=agents) as gateway:
+    async with pool() as agents, relayed(agents=agents) as gateway:
         cancels, interrupts = await ended(episode(gateway, "cancels"), episode(gateway, "interrupts", index=1))
         assert cancels.reason.startswith("the agent raised CancelledError: gave up (agents_for_tests.py, line ")
         assert interrupts.reason.startswith("the agent raised KeyboardInterrupt")
@@ -123,7 +124,7 @@ async def test_friction_40_an_agent_that_raises_what_is_no_exception_is_answered
 
 
 async def test_the_budget_used_up_is_a_truncated_rollout_without_a_reward() -> None:
-    async with pool() as agents, serving(fake_engine(lengths=[6]), agents=agents) as gateway:
+    async with pool() as agents, relayed(fake_engine(lengths=[6]), agents=agents) as gateway:
         (rollout,) = await ended(episode(gateway, "insists", max_tokens=10))
     assert (rollout.ending, rollout.reward) == ("truncated", 0.0)
     assert rollout.trained_tokens == 10
@@ -131,7 +132,7 @@ async def test_the_budget_used_up_is_a_truncated_rollout_without_a_reward() -> N
 
 async def test_an_agent_that_hangs_fails_alone_and_is_killed_with_all_it_started() -> None:
     mark = f"mark-{time.monotonic_ns()}"
-    async with pool() as agents, serving(agents=agents, session_seconds=4.0) as gateway:
+    async with pool() as agents, relayed(agents=agents, session_seconds=4.0) as gateway:
         hanging, good = await ended(episode(gateway, "hangs", mark=mark), episode(gateway, "number", index=1))
         assert (hanging.ending, hanging.reason) == ("failed", "no reward within 4 s ([task] timeout)")
         assert hanging.trained_tokens > 0, "what it sampled is kept for the record"
@@ -142,7 +143,7 @@ async def test_an_agent_that_hangs_fails_alone_and_is_killed_with_all_it_started
 
 
 async def test_an_agent_that_takes_its_process_along_fails_what_ran_in_it() -> None:
-    async with pool() as agents, serving(agents=agents) as gateway:
+    async with pool() as agents, relayed(agents=agents) as gateway:
         (rollout,) = await ended(episode(gateway, "dies"))
         assert rollout.reason == "the agent's process died (signal SIGKILL)"
         (later,) = await ended(episode(gateway, "number"))
@@ -150,9 +151,9 @@ async def test_an_agent_that_takes_its_process_along_fails_what_ran_in_it() -> N
 
 
 async def test_async_agents_and_arguments_by_name() -> None:
-    async with pool("slow") as agents, serving(agents=agents) as gateway:
+    async with pool("slow") as agents, relayed(agents=agents) as gateway:
         assert [r.reward for r in await ended(*(episode(gateway, index=n) for n in range(12)))] == [1.0] * 12
-    async with pool("wants_more") as agents, serving(agents=agents) as gateway:
+    async with pool("wants_more") as agents, relayed(agents=agents) as gateway:
         (rollout,) = await ended(episode(gateway))
     assert rollout.reason == "the agent wants 'nowhere', which is neither given nor a field of the prompt"
 
@@ -183,7 +184,7 @@ class Hears(Scorer):
 async def test_scorers_are_told_of_the_tokens_of_agents() -> None:
     hears = Hears()
     stage = Stage({"hears": hears}, {"agent": 0.0})
-    async with pool() as agents, serving(agents=agents) as gateway:
+    async with pool() as agents, relayed(agents=agents) as gateway:
         made = [episode(gateway, way, index=n, scoring=stage) for n, way in enumerate(("number", "raises", "silent"))]
         async with asyncio.timeout(30):
             good, raised, silent = await asyncio.gather(*(run_episode(one, stage) for one in made))
@@ -216,7 +217,7 @@ ask(url, key, "/sessions/" + os.environ["HEADRACE_SESSION"] + "/reward", {"rewar
 async def test_commands_post_their_reward() -> None:
     mark = f"mark-{time.monotonic_ns()}"
     command = [sys.executable, "-c", COMMAND, str(HERE), mark]
-    async with pool(command=command) as agents, serving(agents=agents, session_seconds=5.0) as gateway:
+    async with pool(command=command) as agents, relayed(agents=agents, session_seconds=5.0) as gateway:
         good, bad = await ended(episode(gateway, "posts"), episode(gateway, "fails", index=1))
         assert (good.ending, good.reward) == ("finished", 2.5)
         assert (bad.ending, bad.reason) == ("failed", "the agent's command ended with exit code 7")
@@ -270,7 +271,7 @@ async def test_agents_do_not_outlive_a_run_that_is_killed(kind: str) -> None:
 
 
 async def test_agents_from_outside_take_sessions_in_turn() -> None:
-    async with serving(session_seconds=3.0) as gateway:
+    async with relayed(session_seconds=3.0) as gateway:
         status, answer = await post(gateway, "/sessions", {"wait": 0.05})
         assert (status, answer["error"]["code"]) == (503, "no_session")
         running = [asyncio.create_task(episode(gateway, f"w{n}", index=n).run()) for n in range(2)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -318,15 +316,15 @@ async def test_a_reward_is_taken_once_and_ends_the_session() -> None:
         path = f"/sessions/{session.id}/reward"
         assert (await post(gateway, path, b'{"reward": 1e999}'))[0] == 400
         assert (await post(gateway, path, {"reward": "much"}))[0] == 400
-        assert (await post(gateway, path, {"reward": 1}, gateway.job(other).api_key))[0] == 403
+        assert (await post(gateway, path, {"reward": 1}, other.key))[0] == 403
         assert (await post(gateway, path, {"reward": 0.5, "metrics": {"steps": 3}}))[0] == 200
         assert (await post(gateway, path, {"reward": 0.7}))[0] == 409
-        assert session.reward.result().reward == 0.5
+        assert session.reward is not None and session.reward.reward == 0.5
         async with client(gateway, session) as api:
             with pytest.raises(openai.APIStatusError, match="has ended") as caught:
                 await api.chat.completions.create(model="tiny", messages=HI)
             assert caught.value.status_code == 410
-        assert not other.reward.done()
+        assert other.reward is None
 
 
 async def test_a_client_that_leaves_frees_the_engine_and_its_partial_stream_is_kept() -> None:
@@ -373,17 +371,8 @@ async def test_an_aborted_request_is_resumed_by_its_prefix() -> None:
     assert len(session.conversation.turns[0].sampled) == 60
 
 
-async def test_the_key_file_is_private_and_goes_with_the_server(tmp_path: Path) -> None:
-    file = tmp_path / "gateway.json"
-    async with serving(file=file) as gateway:
-        told = json.loads(file.read_text())
-        assert told == {"base_url": gateway.base_url, "api_key": gateway.key}
-        assert file.stat().st_mode & 0o777 == 0o600
+async def test_a_port_in_use_is_one_line() -> None:
+    async with serving() as gateway, serving() as other:
         port = int(gateway.base_url.rsplit(":", 1)[1].split("/")[0])
         with pytest.raises(UserError, match=rf"\[gateway\] port: cannot listen on 127.0.0.1:{port}"):
-            async with serving(port=port):
-                pass
-    assert not file.exists()
-    with pytest.raises(UserError, match="HEADRACE_GATEWAY_KEY: a key is at least 16 ASCII characters"):
-        async with serving(key="short"):
-            pass
+            await other.listen(port, "k" * 20)

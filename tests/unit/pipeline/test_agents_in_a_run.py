@@ -3,68 +3,81 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from controller_parts import FakeRun
-from openai import APIStatusError, AsyncOpenAI
+from openai import APIError, APIStatusError, AsyncOpenAI
 
-from headrace.errors import HeadraceError
-from headrace.gateway.base import Reward
-from headrace.gateway.gateway import Gateway
-from headrace.gateway.session import Session
+from headrace.channel.events import Died, Returned
+from headrace.errors import HeadraceError, PeerDied
+from headrace.gateway.base import GATEWAY_DIED
+from headrace.gateway.episode import AgentEpisode
+from headrace.gateway.relay import Relay
 from headrace.tasks.chat import ChatFormat
+from inner_gateway import both_sides
+from waiting import until
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
 
 
-def with_gateway(run: FakeRun, seconds: float) -> Gateway:
+@asynccontextmanager
+async def with_gateway(run: FakeRun, seconds: float) -> AsyncIterator[Relay]:
     """The run's own pool, behind a gateway that offers its sessions to agents from outside."""
-    gateway = Gateway(
-        run.controller.parts.pool, ChatFormat.load(MODEL), model="m", max_length=200, max_tokens=40, max_turns=4,
-        session_seconds=seconds,
-    )  # fmt: skip
-    run.controller.parts.agents = gateway.episode
-    return gateway
+    parts = run.controller.parts
+    async with both_sides(parts.pool, ChatFormat.load(MODEL), session_seconds=seconds) as relay:
+        parts.gateway, parts.agents = relay, partial(AgentEpisode, relay=relay)
+        yield relay
 
 
-async def two_turns(gateway: Gateway, session: Session) -> None:
-    key = gateway.job(session).api_key
-    async with AsyncOpenAI(base_url=gateway.base_url, api_key=key, max_retries=0) as api:
-        history = list(session.prompt.messages or [])
+async def two_turns(relay: Relay, session: dict[str, Any]) -> None:
+    async with AsyncOpenAI(base_url=relay.base_url, api_key=session["api_key"], max_retries=0) as api:
+        history, sampled = list(session["prompt"]["messages"]), 0
         for _ in range(2):
             answer = await api.chat.completions.create(model="m", messages=history)
             history += [answer.choices[0].message, {"role": "user", "content": "again"}]
-    session.settle(Reward(reward=float(session.conversation.sampled % 2)))
+            sampled += answer.usage.completion_tokens if answer.usage else 0
+        await api.post(f"/sessions/{session['id']}/reward", body={"reward": float(sampled % 2)}, cast_to=dict)
 
 
-async def serve_agents(gateway: Gateway, *, deaf: int) -> None:
-    """Agents from outside, one after the other; every `deaf`-th takes its session and is never heard of again."""
+async def serve_agents(relay: Relay, *, deaf: int, took: list[str] | None = None) -> None:
+    """Agents from outside, one after the other; every `deaf`-th takes its session and is never heard of again.
+
+    `took` gets the ids of the sessions.
+    """
     number = 0
-    while True:
-        session = await gateway.sessions.take(5.0, 1.0)
-        number += 1
-        if session is not None and number % deaf:
-            # The run may be over by now.
+    async with AsyncOpenAI(base_url=relay.base_url, api_key=relay.key) as api:
+        while True:
             try:
-                await two_turns(gateway, session)
-            except APIStatusError:
-                return
+                session = await api.post("/sessions", body={"wait": 5}, cast_to=dict)
+            except APIError:
+                continue  # Nothing was offered, or the gateway has died.
+            number += 1
+            if took is not None:
+                took.append(session["id"])
+            if number % deaf:
+                # The run may be over by now.
+                try:
+                    await two_turns(relay, session)
+                except APIStatusError:
+                    return
 
 
 async def test_sessions_are_trained_and_those_without_a_reward_fail_in_the_ledger(tmp_path: Path) -> None:
     run = FakeRun(
         tmp_path, "run.versions=3", "rollouts.group_size=4", "rollouts.max_tokens=40", engine={"lengths": [3, 5]}
     )
-    gateway = with_gateway(run, seconds=1.0)
-    await gateway.start()
-    agents = asyncio.create_task(serve_agents(gateway, deaf=7))
-    try:
-        await run.run()
-    finally:
-        agents.cancel()
-        await gateway.close()
+    async with with_gateway(run, seconds=1.0) as relay:
+        agents = asyncio.create_task(serve_agents(relay, deaf=7))
+        try:
+            await run.run()
+        finally:
+            agents.cancel()
     groups, rollouts = run.recorder.ledgers.as_dict()["groups"], run.recorder.ledgers.as_dict()["rollouts"]
     assert (groups["trained"], groups["in_flight"]) == (6, 0)
     assert rollouts["failed"] >= 2
@@ -83,19 +96,59 @@ async def test_sessions_are_trained_and_those_without_a_reward_fail_in_the_ledge
 
 async def test_agents_that_never_earn_anything_end_the_run_with_the_reason(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, "run.versions=3", "buffer.groups=2")
-    gateway = with_gateway(run, seconds=0.02)
-    await gateway.start()
-
-    async def take_and_leave() -> None:
-        while True:
-            await gateway.sessions.take(5.0, 0.02)
-
-    agents = asyncio.create_task(take_and_leave())
-    try:
-        with pytest.raises((HeadraceError, ExceptionGroup)) as caught:
-            await run.run()
-    finally:
-        agents.cancel()
-        await gateway.close()
+    async with with_gateway(run, seconds=0.02) as relay:
+        agents = asyncio.create_task(serve_agents(relay, deaf=1))
+        try:
+            with pytest.raises((HeadraceError, ExceptionGroup)) as caught:
+                await run.run()
+        finally:
+            agents.cancel()
     error = caught.value.exceptions[0] if isinstance(caught.value, ExceptionGroup) else caught.value
     assert "groups all failed, the last one because: no reward within 0.02 s ([task] timeout)" in str(error)
+
+
+async def kill_gateway(run: FakeRun, relay: Relay) -> None:
+    """The gateway's process dies and is started again."""
+    await relay.wire.die()
+    run.events.put(Died(PeerDied(relay.name, "killed"), restarts=True))
+    await until(lambda: not relay.serving, 20)
+    relay.wire.begin()
+    run.events.put(Returned(relay.name))
+    await until(lambda: relay.serving, 20)
+
+
+@pytest.mark.parametrize("heldout", [0, 3])
+async def test_a_gateway_that_dies_again_and_again_fails_its_sessions_and_not_the_run(
+    tmp_path: Path, heldout: int
+) -> None:
+    run = FakeRun(
+        tmp_path, "run.versions=2", "rollouts.max_tokens=40", "buffer.groups=10", "buffer.depth=1",
+        engine={"lengths": [3, 5]}, heldout=heldout,
+    )  # fmt: skip
+    # A death fails all groups under way, or all held-out prompts.
+    sessions = heldout or 2 * run.window.capacity
+    async with with_gateway(run, seconds=20.0) as relay:
+        tasks: list[asyncio.Task[None]] = []
+
+        async def kill_twice() -> None:
+            for _ in range(2):
+                idle: list[str] = []
+                tasks.append(asyncio.create_task(serve_agents(relay, deaf=1, took=idle)))
+                await until(lambda idle=idle: len(idle) == sessions, 20)  # type: ignore[misc]
+                tasks[-1].cancel()
+                await kill_gateway(run, relay)
+            tasks.append(asyncio.create_task(serve_agents(relay, deaf=10**9)))
+
+        tasks.append(asyncio.create_task(kill_twice()))
+        try:
+            await run.run()
+        finally:
+            for task in tasks:
+                task.cancel()
+    ledger = run.recorder.ledgers.as_dict()
+    assert ledger["groups"]["trained"] == 20
+    if heldout:
+        assert ledger["rollouts"]["failed"] == 0, "held-out prompts were asked again"
+    else:
+        assert ledger["rollouts"]["failed"] >= 2 * sessions
+        assert ledger["rollouts"]["reasons"]["failed"] == {f"{GATEWAY_DIED} (killed)": ledger["rollouts"]["failed"]}
