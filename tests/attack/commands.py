@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 SECONDS = 60.0
 EACH_FORK = 50
 MOST_LINES = 40
-LONGEST_LINE = 2_000
+LONGEST_LINE = 4_000
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 

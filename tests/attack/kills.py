@@ -23,7 +23,8 @@ from on_processes import COMMON, CONFIGURATIONS, disturb
 
 from victims import Victim
 
-VERSIONS = 60
+VERSIONS = {"shm": 90, "ranks": 60, "agents": 60}
+"""How long a run is: until it has learnt, and long enough for its kills."""
 SEEDS = 3
 RUN_SECONDS = 900.0
 MOST_AGAIN = 0.02
@@ -54,7 +55,7 @@ def run(configuration: str, seed: int, kills: list[str], directory: Path) -> Res
     directory = directory / f"{configuration}-{seed}-{len(kills)}"
     directory.mkdir()
     settings = (*COMMON, *settings, f"run.seed={seed}")
-    victim = Victim(file, directory, *settings, versions=VERSIONS, seconds=RUN_SECONDS)
+    victim = Victim(file, directory, *settings, versions=VERSIONS[configuration], seconds=RUN_SECONDS)
     try:
         done = disturb(victim, Random(f"{configuration}/{seed}"), kills)
         problem = victim.problem()

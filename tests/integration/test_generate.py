@@ -70,3 +70,12 @@ def test_friction_41_numbers_out_of_range_are_one_line(tmp_path: Path, line: dic
     done = headrace("generate", model, "--random-weights", "--input", str(source), "--output", target)
     assert done.returncode == 2
     assert done.stderr.startswith(f"headrace: {source}, line 2: {said}") and done.stderr.count("\n") == 1
+
+
+def test_prompts_that_are_not_text_are_one_line(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", str(tmp_path / "out.jsonl")
+    source.write_bytes(b'{"token_ids": [1], "max_tokens": 1}\xf9\n')
+    model = str(ROOT / "examples/quickstart/model")
+    done = headrace("generate", model, "--random-weights", "--input", str(source), "--output", target)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"headrace: {source}, line 1: ") and done.stderr.count("\n") == 1

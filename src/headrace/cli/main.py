@@ -254,14 +254,14 @@ def _requests(path: Path, chat: ChatFormat | None, vocabulary: int) -> Iterator[
 
     if not path.is_file():
         raise DataError(f"--input {path}: there is no such file")
-    lines = path.read_text().splitlines()
+    lines = path.read_bytes().splitlines()
     if not lines:
         raise DataError(f"--input {path} is empty")
     for number, text in enumerate(lines, start=1):
         where = f"{path}, line {number}"
         try:
-            line = msgspec.json.decode(text.encode(), type=InputLine)
-        except (msgspec.DecodeError, RecursionError) as error:
+            line = msgspec.json.decode(text, type=InputLine)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DataError(f"{where}: {error}") from error
         if (line.token_ids is None) == (line.text is None):
             raise DataError(f'{where}: give either "token_ids" or "text"')

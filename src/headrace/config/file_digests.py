@@ -33,6 +33,8 @@ def find_damage(directory: Path, *, everything: bool = True) -> str:
         return ""
     except (OSError, ValueError):
         return f"{SUMS} cannot be read"
+    if not lines:
+        return f"{SUMS} is empty"
     for line in lines:
         wanted, space, name = line.partition("  ")
         if len(wanted) != 64 or not space or Path(name).is_absolute() or ".." in Path(name).parts:

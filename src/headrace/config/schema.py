@@ -22,6 +22,7 @@ class Names(tuple[str, ...]):
 
 
 Positive = Annotated[int, Meta(ge=1)]
+Processes = Annotated[int, Meta(ge=1, le=4096)]
 NonNegative = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
@@ -139,7 +140,7 @@ class AgentTaskConfig(TaskSection, frozen=True, kw_only=True, tag="agent"):
     """A system message before every prompt that is given as text."""
     demonstration: str | None = "answer"
     """The field of each line that holds a correct answer, for a supervised warm start."""
-    workers: Positive = 1
+    workers: Processes = 1
     """The number of processes in which agents run."""
     concurrency: Positive = 32
     """The number of agents that run at the same time in each process, in threads."""
@@ -155,7 +156,7 @@ class EngineConfig(Section, frozen=True):
 
     kind: Annotated[str, Names(("embedded", "vllm"))] = "embedded"
     """The kind of engine: Headrace's own (`embedded`), vLLM servers, or `module:factory` of an engine of yours."""
-    count: Positive | None = None
+    count: Processes | None = None
     """The number of engine processes (vLLM: of servers to start). It follows from `gpus` where GPUs are used, and is
     otherwise 1."""
     gpus: Gpus = "auto"
@@ -173,7 +174,7 @@ class EngineConfig(Section, frozen=True):
     """GPU: capture decode steps as CUDA graphs."""
     compile: bool = True
     """GPU: compile the model's layers when the engine starts. `docs/performance.md` says how long this takes."""
-    threads: Positive = 1
+    threads: Processes = 1
     """The number of compute threads of each engine process (CPU)."""
     slots: Positive = 64
     """The number of sequences that decode together."""
@@ -252,7 +253,7 @@ class RolloutsConfig(Section, frozen=True):
 class ScoringConfig(Section, frozen=True):
     """[scoring]: how answers are judged, while others are generated."""
 
-    workers: Positive = 1
+    workers: Processes = 1
     """The number of reward worker processes."""
     timeout: PositiveFloat = 30.0
     """Seconds that one judgement may take. After that its rollout fails."""
@@ -369,7 +370,7 @@ class AlgorithmConfig(Section, frozen=True):
 class TrainingConfig(Section, frozen=True):
     """[training]: how batches become new weights."""
 
-    ranks: Positive | None = None
+    ranks: Processes | None = None
     """The number of trainer processes that share the model, its optimizer and the work of a step. It follows from
     `gpus` where GPUs are used, one GPU for each rank, and is otherwise 1. More than one rank is not possible with
     `[engine] kind` "vllm", optimizer "adamw_8bit", `[lora] base` "nf4", `[delivery] send` "delta" or transport
@@ -393,7 +394,7 @@ class TrainingConfig(Section, frozen=True):
     more time."""
     offload: bool = False
     """GPU: keep weights, gradients and optimizer in host memory, and move them to the device layer by layer."""
-    threads: Positive = 1
+    threads: Processes = 1
     """The number of compute threads of each trainer process (CPU)."""
     learning_rate: PositiveFloat = 1e-6
     """The learning rate at its peak."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from headrace.config.file_digests import find_damage
 from headrace.errors import UserError
 from headrace.training.checkpoints import base as checkpoint
 from headrace.training.checkpoints.base import TrainerState, clean, copy_companions, latest, prune, read_state
@@ -155,6 +156,12 @@ def test_friction_30_a_flipped_bit_is_named_and_the_checkpoint_before_is_used(tm
     assert line.startswith("step-00000005: ") and ("has other bytes than were written" in line or "SHA256SUMS" in line)
     assert name in line or name == "SHA256SUMS"
     assert latest(tmp_path) == good and (tmp_path / "damaged-step-00000005").is_dir()
+
+
+def test_an_empty_list_of_digests_is_damage(tmp_path):
+    newest = write(tmp_path, 5)
+    (newest / "SHA256SUMS").write_text("")
+    assert find_damage(newest) == find_damage(newest, everything=False) == "SHA256SUMS is empty"
 
 
 @pytest.mark.parametrize("lost", ["a", "trainer/state.json", "SHA256SUMS"])
