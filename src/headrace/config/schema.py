@@ -521,6 +521,14 @@ class EvaluateConfig(Section, frozen=True):
     """The number of answers per prompt, for pass@k. They differ only at a temperature above 0."""
     temperature: NonNegativeFloat = 0.0
     """The sampling temperature of evaluations. 0 is greedy."""
+    deadline: PositiveFloat = 600.0
+    """Seconds that an evaluation during the run may take. It holds its engines at one version meanwhile: at least one,
+    and a quarter of all. After that the evaluation is given up, which is printed and recorded."""
+
+    @property
+    def longest_hold(self) -> float:
+        """The seconds for which an engine may take no new version because it answers held-out prompts."""
+        return self.deadline if self.every else 0.0
 
 
 class GatewayConfig(Section, frozen=True):

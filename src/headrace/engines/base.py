@@ -73,6 +73,9 @@ class Request(msgspec.Struct, kw_only=True):
 
     They are shared whatever version they were computed under.
     """
+    version: int = NO_VERSION
+    """The only version that may answer. A pool sends the request to engines that it holds at this version. With
+    `NO_VERSION`, every engine that serves may answer."""
 
 
 class Delta(msgspec.Struct, kw_only=True):

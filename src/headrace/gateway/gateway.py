@@ -321,6 +321,7 @@ class AgentEpisode(AnyEpisode):
             max_turns=gateway.max_turns,
             group=plan.group,
             priority=plan.priority,
+            version=plan.version,
             listen=self._tell if scoring is not None and scoring.listening else None,
         )
         # An agent's process cannot be resumed, so the tokens that it had in a previous process are of no use.

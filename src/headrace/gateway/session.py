@@ -25,7 +25,7 @@ import numpy as np
 from headrace.engines.base import Sampling
 from headrace.gateway.base import ApiError, Chat, Message, Reward, Tools
 from headrace.scoring.base import Turn as PlacedTurn
-from headrace.types import Float32Array, Int32Array, Prompt, Trace
+from headrace.types import NO_VERSION, Float32Array, Int32Array, Prompt, Trace
 
 History = tuple[str, ...]
 """The messages of a conversation, each as canonical JSON. The first element is the tools that were offered."""
@@ -205,6 +205,8 @@ class Session:
     max_turns: int
     group: str = ""
     priority: int = 0
+    version: int = NO_VERSION
+    """The only version that may answer; `NO_VERSION` if any version may."""
     listen: Callable[[int, int, Trace], None] | None = None
     """This function gets the tokens of every turn (see `Conversation`)."""
     requests: int = 0

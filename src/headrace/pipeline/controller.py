@@ -71,9 +71,9 @@ class Controller:
         """The record of when each engine last sent something."""
         self.episodes = Episodes(parts)
         self.attempts = Attempts(parts.source, parts.window, parts.recorder, parts.config.buffer.filter)
-        self.evaluations = Evaluations(parts, self.episodes)
         self.synchronous = parts.window.depth == 0
         self.deliveries = Deliveries(parts, self.versions)
+        self.evaluations = Evaluations(parts, self.episodes, self.deliveries)
         trained = parts.checkpoint.step if parts.checkpoint.found else -self.config.warm_start.steps
         self.steps = Steps(parts.trainer, parts.waits, parts.stopping, trained)
         self.recovery = Recovery(parts, self.versions, self.steps, self.watch)

@@ -92,7 +92,8 @@ class Workers:
         self.beside_trainer = [place.name for place in engines if TRAINER in place.neighbours]
         """The engines that share their GPU with the trainer."""
         others = [place.name for place in trainers[1:]]
-        self.trainer = RemoteTrainer(self.fleet.hub, TRAINER, deadline=max(stall, deadline), others=others)
+        longest = max(stall, deadline + config.evaluate.longest_hold)
+        self.trainer = RemoteTrainer(self.fleet.hub, TRAINER, deadline=longest, others=others)
 
 
 class RunSession:

@@ -20,7 +20,7 @@ import msgspec
 from headrace.buffer.reader import JournalReader, open_readonly
 from headrace.observe import charts
 from headrace.observe.charts import Drawing, Series
-from headrace.observe.records import DeliveryRecord, EndedGroup, SampleRecord, StepRecord
+from headrace.observe.records import SKIPPED_EVALUATION, DeliveryRecord, EndedGroup, SampleRecord, StepRecord
 from headrace.observe.spans import timeline_started
 from headrace.observe.summary import STATES, compact, duration, lag_mean_and_max, number, percent, thousands, whole
 from headrace.run_dir import RunDir, write_whole
@@ -105,7 +105,11 @@ def summarize_journal(journal: JournalReader) -> dict[str, Any]:
         "versions": len(journal.versions()),
         "deliveries_proved": proved,
         "deliveries_rejected": len(deliveries) - proved,
-        "evaluations": [msgspec.structs.asdict(evaluation) for evaluation in evaluations],
+        "evaluations": [
+            {**msgspec.structs.asdict(evaluation), "versions": msgspec.json.decode(evaluation.versions)}
+            for evaluation in evaluations
+        ],
+        "evaluations_skipped": [meta[key] for key in sorted(meta) if key.startswith(SKIPPED_EVALUATION)],
     }
 
 

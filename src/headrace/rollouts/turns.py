@@ -230,6 +230,7 @@ class Episode(AnyEpisode):
             sampling=msgspec.structs.replace(self._sampling, max_tokens=self._budget),
             group=self.plan.group,
             priority=self.plan.priority,
+            version=self.plan.version,
         )
         self._requests += 1
         self._request = request.id
