@@ -221,7 +221,8 @@ class RolloutsConfig(Section, frozen=True):
     max_turns: Positive = 8
     """The most turns of the policy in one rollout."""
     temperature: PositiveFloat = 1.0
-    """The sampling temperature. The loss computes its log-probabilities at the same temperature."""
+    """The sampling temperature. It is recorded with the tokens, and the loss computes its log-probabilities at the
+    recorded temperature, also after a resume with another one."""
     top_k: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Sample among this many of the likeliest tokens; 0 samples among all. With any of `top_k`, `top_p` and `min_p`,
     the tokens left to sample from (at most the 1024 likeliest) are recorded, and the loss normalises over them."""

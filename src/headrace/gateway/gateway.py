@@ -330,7 +330,7 @@ class AgentEpisode(AnyEpisode):
     @property
     def traces(self) -> Sequence[Trace]:
         """The tokens so far, with one trace for each stream of the agent's turns."""
-        return self._session.conversation.traces()
+        return self._session.traces()
 
     @property
     def turns(self) -> Sequence[Turn]:
@@ -412,7 +412,7 @@ class AgentEpisode(AnyEpisode):
 
     def _rollout(self, ending: Ending, outcome: Reward | None = None, *, reason: str = "") -> Rollout:
         conversation = self._session.conversation
-        traces, turns = conversation.traces(), len(conversation.turns)
+        traces, turns = self._session.traces(), len(conversation.turns)
         return Rollout(
             id=self.id,
             index=self.index,

@@ -231,6 +231,12 @@ class Session:
         self._running: set[asyncio.Task[object]] = set()
         self._closed = False
 
+    def traces(self) -> list[Trace]:
+        """Return the traces of the conversation, with the temperature at which their tokens were sampled."""
+        temperature = self.sampling.recorded_temperature
+        traces = self.conversation.traces()
+        return [msgspec.structs.replace(trace, temperatures=[(len(trace), temperature)]) for trace in traces]
+
     @property
     def budget(self) -> int:
         """The number of tokens that may still be sampled."""

@@ -303,7 +303,8 @@ class Controller:
     def _order(self, groups: list[Group], batches: int) -> Train:
         """Make the request for a step. This happens when the step's turn comes: version ids are known only then."""
         step, version = self.parts.first_step + batches, self.window.version_of(batches - 1)
-        batch = make_batch(self.config, groups, step=step, version=version, republished=tuple(self.window.republished))
+        again, unrecorded = tuple(self.window.republished), self.parts.before.temperature
+        batch = make_batch(self.config, groups, step=step, version=version, republished=again, unrecorded=unrecorded)
         if batches % self.config.delivery.publish_every:
             return Train(batch=batch, parent=version)
         made, every = version + 1, self.config.training.checkpoint_every
