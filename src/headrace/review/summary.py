@@ -175,6 +175,18 @@ def values(run_dir: Path) -> dict[str, Any]:
         "over_bound": most is not None and bound is not None and most > bound,
         "reward": _reward(steps, axis),
         "heldout": _heldout(summary["evaluations"]),
+        "evaluations": [
+            [
+                f"{e['moment']} training",
+                str(e["version"]),
+                number(e["pass_1"]),
+                ", ".join(f"{thousands(tokens)} of {version}" for version, tokens in e["versions"].items()),
+            ]
+            for e in summary["evaluations"]
+        ],
+        "unevaluated": [
+            [f"version {e['version']}, {e['moment']} training", e["reason"]] for e in summary["evaluations_skipped"]
+        ],
         "optimizer": [
             _of_steps(steps, axis, "Loss", "loss", "b", from_zero=False),
             _of_steps(steps, axis, "Gradient norm", "grad_norm", "c"),

@@ -16,7 +16,7 @@ from headrace.channel.events import Died, Returned
 from headrace.engines.base import Delta, Request
 from headrace.engines.fake import FakeEngine
 from headrace.errors import PeerDied
-from headrace.review.summary import summarize
+from headrace.review.summary import summarize, write_report
 from waiting import until
 
 EVALUATED = ("evaluate.prompts=6", "evaluate.every=2", "run.versions=8", "buffer.depth=2")
@@ -167,6 +167,8 @@ async def test_friction_49_an_evaluation_over_its_deadline_is_given_up_and_said(
 
     run.controller.parts.task.episode = hanging  # type: ignore[method-assign]
     await run.run()
+    page = write_report(run.path).read_text()
+    assert "3 evaluations have no result" in page and "48 of 8" in page
     assert [(moment, version) for moment, version, _ in recorded(run)] == [("before", 0), ("after", 8)]
     assert [version for _, version, _ in skipped(run)] == [2, 4, 6]
     assert {reason for *_, reason in skipped(run)} == {"it took longer than [evaluate] deadline = 0.05 s"}
