@@ -49,6 +49,22 @@ def join_routing(parts: Sequence[tuple[int, Int16Array | None]]) -> Int16Array |
     return np.concatenate(free)
 
 
+Temperatures = list[tuple[int, float]]
+"""The sampling temperatures of consecutive tokens, as (number of tokens, temperature). 0 where none is recorded."""
+
+
+def join_temperatures(parts: Iterable[tuple[int, Temperatures]]) -> Temperatures:
+    """Join the temperatures of consecutive parts, each (number of tokens, temperatures). Empty if none is recorded."""
+    runs: Temperatures = []
+    for length, temperatures in parts:
+        for count, temperature in temperatures or [(length, 0.0)]:
+            if runs and runs[-1][1] == temperature:
+                runs[-1] = (runs[-1][0] + count, temperature)
+            elif count:
+                runs.append((count, temperature))
+    return runs if any(temperature for _, temperature in runs) else []
+
+
 def splitmix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Apply the finalizer of SplitMix64, a bijection: each input bit changes about half of the output bits."""
     mixed = values + np.uint64(0x9E3779B97F4A7C15)
@@ -138,9 +154,16 @@ class Trace(msgspec.Struct, kw_only=True):
     """The experts that produced each token, with shape [tokens, layers, k]. A token is drawn from the forward pass over
     the token before it, so these are the experts of that pass. `NO_EXPERT` marks a token that was not sampled. None if
     no engine records experts."""
+    temperatures: Temperatures = []
+    """The temperatures at which the tokens were sampled. Older releases recorded none, and context has none."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def temperature_of_tokens(self, unrecorded: float) -> npt.NDArray[np.float64]:
+        """Return the temperature of every token. It is `unrecorded` where none is recorded."""
+        runs = self.temperatures or [(len(self), 0.0)]
+        return np.repeat([temperature or unrecorded for _, temperature in runs], [count for count, _ in runs])
 
     @classmethod
     def of_context(cls, token_ids: Int32Array) -> Trace:
@@ -163,11 +186,14 @@ class Trace(msgspec.Struct, kw_only=True):
             versions=np.concatenate([part.versions for part in parts]),
             kept=Kept.joined([(len(part), part.kept) for part in parts]),
             routing=join_routing([(len(part), part.routing) for part in parts]),
+            temperatures=join_temperatures((len(part), part.temperatures) for part in parts),
         )
 
     def part(self, start: int, end: int) -> Trace:
         """Return the tokens from position `start` up to, but not including, `end`."""
         places = np.arange(start, min(end, len(self)))
+        ends = np.cumsum([count for count, _ in self.temperatures], dtype=int)
+        counts = np.diff(np.clip(ends, start, end), prepend=start).tolist()
         return Trace(
             token_ids=self.token_ids[start:end],
             trained=self.trained[start:end],
@@ -175,6 +201,10 @@ class Trace(msgspec.Struct, kw_only=True):
             versions=self.versions[start:end],
             kept=None if self.kept is None else self.kept.at(places),
             routing=None if self.routing is None else self.routing[start:end],
+            temperatures=join_temperatures(
+                (count, [(count, temperature)])
+                for count, (_, temperature) in zip(counts, self.temperatures, strict=True)
+            ),
         )
 
     def extended(self, token_ids: Int32Array, logprobs: Float32Array, versions: Int32Array, *, trained: bool) -> Trace:
@@ -286,12 +316,18 @@ class Batch(msgspec.Struct, kw_only=True):
     weights: Float32Array  # [T], zero where not trained
     temperature: float = 1.0
     """The sampling temperature. The trainer computes its log-probabilities at this temperature too."""
+    temperatures: Float32Array | None = None
+    """The sampling temperature of each of the T tokens, if the trained tokens were not all sampled at `temperature`."""
     kept: Kept | None = None
     """The kept set of each of the T tokens, if sampling truncates. The trainer normalises over the kept set too."""
     routing: Int16Array | None = None
     """The experts of each token, with shape [T, layers, k], as in `Trace`. The trainer's passes use these experts."""
     republished: list[int] = []
     """The version ids whose weights had another id before; see `without_republished`."""
+
+    def temperature_at(self, places: npt.NDArray[np.integer[Any]]) -> float | Float32Array:
+        """Return the temperature of the tokens at these positions, or of each of them."""
+        return self.temperature if self.temperatures is None else self.temperatures[places]
 
     @property
     def trained_tokens(self) -> int:

@@ -138,10 +138,12 @@ def test_an_honest_run_passes(finished: Path) -> None:
         assert entry["canary_error"] < 1e-3
 
 
-def test_another_temperature_than_the_sampled_one_does_not_pass(copied: Path) -> None:
+def test_friction_54_an_audit_takes_the_recorded_temperature_and_not_that_of_the_configuration(copied: Path) -> None:
     config = copied / "config.toml"
-    config.write_text(config.read_text().replace("\ntemperature = 0.7\n", "\ntemperature = 1.0\n"))
-    assert len(audited(copied).problems) > 10
+    changed = config.read_text().replace("\ntemperature = 0.7\n", "\ntemperature = 1.0\n")
+    assert changed != config.read_text()
+    config.write_text(changed)
+    assert audited(copied).problems == []
 
 
 def test_a_recorded_number_that_was_changed_is_found(copied: Path) -> None:

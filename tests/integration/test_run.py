@@ -74,6 +74,18 @@ def test_the_summary_follows_from_the_journal(finished: Path) -> None:
         assert summary[f"{role}_idle_fraction"] == pytest.approx(1 - busy / total, abs=1e-6)
 
 
+def test_friction_49_each_evaluation_of_a_real_run_is_of_one_version(finished: Path) -> None:
+    found = rows(finished, "SELECT moment, version, versions, tokens_mean * prompts FROM evaluations ORDER BY started")
+    assert [(moment, version) for moment, version, *_ in found] == [
+        ("before", 0),
+        ("during", 2),
+        ("during", 4),
+        ("after", 6),
+    ]
+    for _, version, versions, tokens in found:
+        assert json.loads(versions) == {str(version): pytest.approx(tokens)}
+
+
 def test_the_ledgers_balance_and_lag_keeps_its_bound(finished: Path) -> None:
     summary = json.loads((finished / "summary.json").read_text())
     ledger = summary["ledger"]

@@ -56,7 +56,7 @@ KEYS = {
         "transport", "directory", "keep_files", "bind", "send", "dtype", "rolling", "patience", "publish_every",
         "canary_tokens", "canary_tolerance", "deadline",
     },
-    "evaluate": {"every", "prompts", "during", "samples", "temperature"},
+    "evaluate": {"every", "prompts", "during", "samples", "temperature", "deadline"},
     "gateway": {"serve", "bind", "port", "connections", "max_body", "queue"},
     "pipeline": {"launcher", "stall_seconds", "start_seconds", "restarts", "one_gpu", "record"},
     "observe": {"display", "timeline", "keep_rollouts", "trackers"},

@@ -36,6 +36,7 @@ def assemble(
     "sequence" it is 1 / (rollouts x trained tokens of its rollout), where rollouts without a trained token are not
     counted. With "constant" it is 1 / (groups x group_size x max_tokens). Advantages are computed from rewards shaped
     by length (see `shaped`); the recorded rewards stay as they were judged. All groups must train the same policy.
+    `temperature` is that of tokens which were recorded without one.
     """
     policies = {group.policy for group in groups} or {POLICY}
     if len(policies) > 1:
@@ -80,8 +81,18 @@ def assemble(
                 # The n-th traces of a group's rollouts begin with the same tokens. The traces of one rollout (several
                 # agents) need not.
                 numbers.append(known.setdefault((index, position), len(known)))
-    named = {"step": step, "version": version, "temperature": temperature, "republished": list(republished)}
-    return _batch(traces, values_of, weights_of, numbers, **named, policy=policies.pop())
+    named = {"step": step, "version": version, "republished": list(republished)}
+    sampled_at = _temperatures(traces, temperature)
+    return _batch(traces, values_of, weights_of, numbers, **named, **sampled_at, policy=policies.pop())
+
+
+def _temperatures(traces: Sequence[Trace], unrecorded: float) -> dict[str, Any]:
+    """Return the batch's `temperature`, and its `temperatures` if the trained tokens were sampled at several."""
+    every = _joined([trace.temperature_of_tokens(unrecorded) for trace in traces], np.float64)
+    used = np.unique(every[_joined([trace.trained for trace in traces], np.bool_)])
+    if len(used) > 1:
+        return {"temperature": unrecorded, "temperatures": every.astype(np.float32)}
+    return {"temperature": float(used[0]) if len(used) else unrecorded}
 
 
 def shaped(

@@ -61,9 +61,14 @@ class Journal:
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
-    def meta(self, key: str, value: Any) -> None:
-        """Record a fact about the run, as a JSON value. The last value given for a key counts."""
-        self._insert("meta", replace=True, key=key, value=_json(value))
+    def meta(self, key: str, value: Any, *, once: bool = False) -> None:
+        """Record a fact about the run, as a JSON value. The last value for a key counts, or with `once` the first."""
+        if once:
+            self.put(
+                lambda store: store.write("INSERT OR IGNORE INTO meta (key, value) VALUES (?, ?)", key, _json(value))
+            )
+        else:
+            self._insert("meta", replace=True, key=key, value=_json(value))
 
     def version(self, version: Version) -> None:
         """Record that weights were published."""

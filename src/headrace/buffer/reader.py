@@ -278,7 +278,7 @@ class JournalReader:
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         self.close()
-        if isinstance(error, sqlite3.DatabaseError | msgspec.ValidationError | UnicodeDecodeError):
+        if isinstance(error, sqlite3.DatabaseError | msgspec.DecodeError | UnicodeDecodeError):
             raise DataError(f"{self.path} cannot be read as a journal: {one_line(str(error))}") from error
 
     def _records(self, kind: type[Record], rest: str, parameters: Sequence[Any] = ()) -> list[Record]:

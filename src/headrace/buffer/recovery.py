@@ -59,6 +59,8 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: Counts
     drawn: int = 0
     """The position in the order of prompts."""
+    temperature: float | None = None
+    """The sampling temperature of tokens that were recorded without one."""
     outcomes: list[tuple[int, str, int, int]] = []
     """The outcome of each scored group, oldest first: (group id, prompt id, number of right answers, number of
     answers). An answer is right if its reward is at least 1."""
@@ -102,6 +104,9 @@ def recover(store: Store, step: int, now: float, publish_every: int, *, policy: 
         drawn=_scalar(
             store, "SELECT COALESCE((SELECT value FROM meta WHERE key = 'drawn'), MAX(id) + 1, 0) FROM groups"
         ),
+        temperature=store.db.execute("SELECT MAX(CAST(value AS REAL)) FROM meta WHERE key = 'temperature'").fetchone()[
+            0
+        ],
         outcomes=_outcomes(store, policy) if outcomes else [],
         damage=damage + [_describe_damage(store, segment, groups) for segment, groups in sorted(lost.items())],
     )

@@ -100,7 +100,8 @@ CREATE TABLE IF NOT EXISTS evaluations (    -- held-out prompts; they never ente
     tokens_mean REAL NOT NULL,
     started REAL NOT NULL,
     ended REAL NOT NULL,
-    policy TEXT NOT NULL DEFAULT 'policy'
+    policy TEXT NOT NULL DEFAULT 'policy',
+    versions TEXT NOT NULL DEFAULT '{}'     -- JSON: {"version": sampled tokens}, with one entry
 );
 
 CREATE TABLE IF NOT EXISTS samples (        -- a few held-out answers to read, per evaluation

@@ -29,6 +29,8 @@ SCHEMA = 3
 OLD_SCHEMA = 2
 """The previous schema, without policies, and with a single trace per rollout in `partials`."""
 WITH_POLICY = ("versions", "deliveries", "groups", "steps", "evaluations", "samples", "schedule")
+NO_VERSIONS = "TEXT NOT NULL DEFAULT '{}'"
+"""The column `versions` of evaluations that older releases recorded."""
 NEW_KEYS = ("versions", "steps", "partials")
 """The tables that have another primary key in the old schema. The migration creates them anew."""
 LOCK_SECONDS = 10.0
@@ -95,15 +97,20 @@ def prepare_for_writing(db: sqlite3.Connection) -> None:
         db.executescript(f"BEGIN; {_ddl()}; INSERT INTO meta (key, value) VALUES ('schema', '{SCHEMA}'); COMMIT;")
     elif _schema(db) == OLD_SCHEMA:
         _migrate(db)
+    if _lacks_versions(db):
+        db.execute(f"ALTER TABLE evaluations ADD COLUMN versions {NO_VERSIONS}")
     checksums.keep(db)
 
 
 def as_current(db: sqlite3.Connection) -> None:
     """Let a read-only connection see the old schema as the present one, through temporary views of its own."""
-    if not (_tables(db) and _schema(db) == OLD_SCHEMA):
+    old = bool(_tables(db)) and _schema(db) == OLD_SCHEMA
+    versions = ", '{}' AS versions" if _lacks_versions(db) else ""
+    for table in WITH_POLICY if old else ("evaluations",) if versions else ():
+        added = (f", '{POLICY}' AS policy" if old else "") + (versions if table == "evaluations" else "")
+        db.execute(f"CREATE TEMP VIEW {table} AS SELECT rowid AS rowid, *{added} FROM main.{table}")
+    if not old:
         return
-    for table in WITH_POLICY:
-        db.execute(f"CREATE TEMP VIEW {table} AS SELECT rowid AS rowid, *, '{POLICY}' AS policy FROM main.{table}")
     db.execute("CREATE TEMP VIEW partials AS SELECT rowid AS rowid, *, 0 AS trace FROM main.partials")
 
 
@@ -154,6 +161,11 @@ def connect(name: str, path: Path, prepare: Callable[[sqlite3.Connection], None]
 def _schema(db: sqlite3.Connection) -> int | None:
     row = db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
     return None if row is None else msgspec.json.decode(row[0])
+
+
+def _lacks_versions(db: sqlite3.Connection) -> bool:
+    columns = [name for _, name, *_ in db.execute("PRAGMA table_info(evaluations)")]
+    return bool(columns) and "versions" not in columns
 
 
 def _ddl() -> str:

@@ -222,7 +222,8 @@ class RolloutsConfig(Section, frozen=True):
     max_turns: Positive = 8
     """The most turns of the policy in one rollout."""
     temperature: PositiveFloat = 1.0
-    """The sampling temperature. The loss computes its log-probabilities at the same temperature."""
+    """The sampling temperature. It is recorded with the tokens, and the loss computes its log-probabilities at the
+    recorded temperature, also after a resume with another one."""
     top_k: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Sample among this many of the likeliest tokens; 0 samples among all. With any of `top_k`, `top_p` and `min_p`,
     the tokens left to sample from (at most the 1024 likeliest) are recorded, and the loss normalises over them."""
@@ -522,6 +523,14 @@ class EvaluateConfig(Section, frozen=True):
     """The number of answers per prompt, for pass@k. They differ only at a temperature above 0."""
     temperature: NonNegativeFloat = 0.0
     """The sampling temperature of evaluations. 0 is greedy."""
+    deadline: PositiveFloat = 600.0
+    """Seconds that an evaluation during the run may take. It holds its engines at one version meanwhile: at least one,
+    and a quarter of all. After that the evaluation is given up, which is printed and recorded."""
+
+    @property
+    def longest_hold(self) -> float:
+        """The seconds for which an engine may take no new version because it answers held-out prompts."""
+        return self.deadline if self.every else 0.0
 
 
 class GatewayConfig(Section, frozen=True):

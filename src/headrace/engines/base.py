@@ -57,6 +57,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     record_kept: bool = False
     """Record, for every sampled token, which tokens truncation kept: at most the best `KEPT_LIMIT`."""
 
+    @property
+    def recorded_temperature(self) -> float:
+        """The temperature of the recorded log-probabilities, which is 1 for greedy decoding."""
+        return self.temperature or 1.0
+
 
 class Request(msgspec.Struct, kw_only=True):
     """One sequence to continue. To resume a partial completion, send a new request whose prompt includes its tokens."""
@@ -73,6 +78,9 @@ class Request(msgspec.Struct, kw_only=True):
 
     They are shared whatever version they were computed under.
     """
+    version: int = NO_VERSION
+    """The only version that may answer. A pool sends the request to engines that it holds at this version. With
+    `NO_VERSION`, every engine that serves may answer."""
 
 
 class Delta(msgspec.Struct, kw_only=True):

@@ -3,11 +3,14 @@
 A group stays on one engine, so that its prompt is computed once, and a fork goes to the engine of its parent. An engine
 gets no new requests while it is away, in quarantine, or behind the version that the pool has declared. When an engine
 is lost, its requests end as aborted, so that they can be resumed from their prefix on another engine.
+
+Engines can be held at one version, for an evaluation. They take no other version until they are freed, and requests
+that name the version go to them alone.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 import msgspec
 
@@ -39,6 +42,7 @@ class EnginePool:
         self._home: dict[str, str] = {}
         self._members: Counter[str] = Counter()
         self._changed = asyncio.Event()
+        self._held: dict[str, int] = {}
 
     def proved(self, name: str) -> int:
         """Return the version that this engine has proved: -1 before the first, in quarantine, and while it is away."""
@@ -55,6 +59,24 @@ class EnginePool:
     def away(self, name: str) -> bool:
         """Return whether this engine was lost and has not come back."""
         return name in self._away
+
+    def hold(self, names: Iterable[str], version: int) -> None:
+        """Hold these engines at this version, which they have proved, until `free` is called or they are lost."""
+        self._held = dict.fromkeys(names, version)
+        self._ring()
+
+    def free(self) -> None:
+        """End the hold. Every engine may take the newest version again."""
+        self._held = {}
+
+    def held(self, name: str) -> bool:
+        """Return whether this engine is held at its version."""
+        return name in self._held
+
+    @property
+    def holding(self) -> int:
+        """The number of engines that are held at a version."""
+        return len(self._held)
 
     @property
     def present(self) -> list[Engine]:
@@ -77,6 +99,7 @@ class EnginePool:
         self._lives[name] += 1
         self._proved[name] = NO_VERSION
         self._refused.pop(name, None)
+        self._held.pop(name, None)
         self._home = {group: home for group, home in self._home.items() if home != name}
 
     def take_back(self, name: str) -> None:
@@ -96,7 +119,7 @@ class EnginePool:
         if request.id in self._open or request.id in self._unplaced:
             yield failed_delta(request.id, f"a request with id {request.id!r} is already running")
             return
-        if not self._serving() and not await self._placeable(request.id):
+        if not self._serving(request.version) and not await self._placeable(request):
             yield token_delta(request.id, [], [], NO_VERSION, "aborted")
             return
         engine = self._choose(request)
@@ -142,25 +165,25 @@ class EnginePool:
         self._ring()
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
-    async def _placeable(self, request_id: str) -> bool:
+    async def _placeable(self, request: Request) -> bool:
         """Wait until an engine serves. Return False if the request is aborted before that."""
-        self._unplaced.add(request_id)
+        self._unplaced.add(request.id)
         try:
             async with asyncio.timeout(self._patience):
-                while request_id in self._unplaced and not self._serving():
+                while request.id in self._unplaced and not self._serving(request.version):
                     await self._changed.wait()
-            return request_id in self._unplaced
+            return request.id in self._unplaced
         except TimeoutError as error:
             raise HeadraceError(self._nobody()) from error
         finally:
-            self._unplaced.discard(request_id)
+            self._unplaced.discard(request.id)
 
     def _ring(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     def _choose(self, request: Request) -> Engine:
-        serving = self._serving()
+        serving = self._serving(request.version)
         parent = self._open.get(request.parent)
         if parent in serving:
             return parent
@@ -168,18 +191,20 @@ class EnginePool:
         for engine in serving:
             if engine.name == home:
                 return engine
-        best = self._least_loaded()
+        best = self._least_loaded(request.version)
         if request.group:
             self._home[request.group] = best.name
         return best
 
-    def _least_loaded(self) -> Engine:
-        serving = self._serving()
+    def _least_loaded(self, version: int = NO_VERSION) -> Engine:
+        serving = self._serving(version)
         if not serving:
             raise HeadraceError(self._nobody())
         return min(serving, key=lambda engine: self._running[engine.name])
 
-    def _serving(self) -> list[Engine]:
+    def _serving(self, version: int = NO_VERSION) -> list[Engine]:
+        if version != NO_VERSION:
+            return [engine for engine in self.engines if self._held.get(engine.name) == version]
         floor = max(0, self.floor)
         return [engine for engine in self.present if self._proved[engine.name] >= floor]
 

@@ -22,6 +22,7 @@ from headrace.gateway.base import ApiError, Chat, TokenSource
 from headrace.gateway.openai_format import Answered, ChatRequest, CompletionRequest, StreamedAnswer, TextRequest
 from headrace.gateway.session import Conversation, Opening, Session
 from headrace.rollouts.base import derive_seed
+from headrace.types import NO_VERSION
 
 Say = Callable[[int, str, StreamedAnswer], Awaitable[None]] | None
 """A callback that gets a choice's number, its next piece of text, and the whole answer so far. None streams nothing."""
@@ -111,7 +112,7 @@ class Completions:
         """Return the requests for all choices. Outside of any session they are sampled as the client asks."""
         if session is None:
             name = group = f"gateway-{secrets.token_hex(8)}"
-            noise, priority = "choice", 0
+            noise, priority, version = "choice", 0, NO_VERSION
             sampling = Sampling(
                 max_tokens=max_tokens,
                 temperature=1.0 if want.temperature is None else want.temperature,
@@ -123,7 +124,7 @@ class Completions:
             )
         else:
             name, noise = f"{session.id}/{session.requests}", f"request {session.requests}"
-            group, priority = session.group or session.id, session.priority
+            group, priority, version = session.group or session.id, session.priority, session.version
             sampling = msgspec.structs.replace(session.sampling, max_tokens=max_tokens)
             session.requests += 1
         # The noise is a function of (seed, position), so two answers to one history must not have the same seed.
@@ -134,6 +135,7 @@ class Completions:
                 sampling=msgspec.structs.replace(sampling, seed=derive_seed(sampling.seed, noise, choice)),
                 group=group,
                 priority=priority,
+                version=version,
             )
             for choice in range(want.choices)
         ]

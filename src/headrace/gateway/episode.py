@@ -35,6 +35,7 @@ class AgentEpisode(AnyEpisode):
             sampling=msgspec.structs.replace(plan.sampling, stop_token_ids=stops),
             group=plan.group,
             priority=plan.priority,
+            version=plan.version,
             offered=relay.agents is None,
             listen=self._tell if scoring is not None and scoring.listening else None,
         )
@@ -44,7 +45,7 @@ class AgentEpisode(AnyEpisode):
     @property
     def traces(self) -> Sequence[Trace]:
         """The tokens so far, with one trace for each stream of the agent's turns."""
-        return self._session.conversation.traces()
+        return self._session.traces()
 
     @property
     def turns(self) -> Sequence[Turn]:
@@ -144,7 +145,7 @@ class AgentEpisode(AnyEpisode):
 
     def _rollout(self, ending: Ending, outcome: Reward | None = None, *, reason: str = "") -> Rollout:
         conversation = self._session.conversation
-        traces, turns = conversation.traces(), len(conversation.turns)
+        traces, turns = self._session.traces(), len(conversation.turns)
         return Rollout(
             id=self.id,
             index=self.index,

@@ -12,6 +12,7 @@ import numpy as np
 from headrace.channel.codec import Message
 from headrace.engines.base import Delta, FinishReason, Request, Sampling
 from headrace.gateway.base import Reward
+from headrace.types import NO_VERSION
 
 # ---- from the controller
 
@@ -27,6 +28,8 @@ class Open(msgspec.Struct, kw_only=True, tag=True):
     """Seconds in which the session must have its reward, from the moment at which an agent starts to work in it."""
     group: str = ""
     priority: int = 0
+    version: int = NO_VERSION
+    """The only version that may answer; `NO_VERSION` if any version may."""
     offered: bytes = b""
     """The prompt as JSON, if agents from outside may take the session. It is JSON because msgpack integers end at 64
     bits. Otherwise an agent works in the session from now on."""

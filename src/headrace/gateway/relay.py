@@ -46,7 +46,7 @@ from headrace.gateway.messages import (
     Withdraw,
 )
 from headrace.gateway.session import Conversation, Opening, new_key
-from headrace.types import Prompt, Trace
+from headrace.types import NO_VERSION, Prompt, Trace
 
 KEY_VARIABLE = "HEADRACE_GATEWAY_KEY"
 LISTEN_SECONDS = 30.0
@@ -75,6 +75,8 @@ class AgentSession:
     sampling: Sampling
     group: str = ""
     priority: int = 0
+    version: int = NO_VERSION
+    """The only version that may answer; `NO_VERSION` if any version may."""
     listen: Callable[[int, int, Trace], None] | None = None
     """This function gets the tokens of every turn (see `Conversation`)."""
     offered: bool = False
@@ -101,6 +103,12 @@ class AgentSession:
         """Why the session was lost with the process of the gateway; empty if it was not."""
         outcome = self.outcome.result() if self.outcome.done() else ""
         return outcome if isinstance(outcome, str) else ""
+
+    def traces(self) -> list[Trace]:
+        """Return the traces of the conversation, with the temperature at which their tokens were sampled."""
+        temperature = self.sampling.recorded_temperature
+        traces = self.conversation.traces()
+        return [msgspec.structs.replace(trace, temperatures=[(len(trace), temperature)]) for trace in traces]
 
     def end(self, outcome: Reward | str) -> None:
         """Set the outcome, once."""
@@ -328,6 +336,7 @@ class Relay(GatewayHandle):
                 seconds=self.session_seconds,
                 group=session.group,
                 priority=session.priority,
+                version=session.version,
                 offered=msgspec.json.encode(session.prompt) if session.offered else b"",
             )
         )

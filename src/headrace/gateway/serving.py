@@ -117,6 +117,7 @@ class Desk:
             seconds=item.seconds,
             group=item.group,
             priority=item.priority,
+            version=item.version,
             id=item.session,
             key=item.key,
             tell=self._put,

@@ -27,7 +27,7 @@ from headrace.gateway.base import ApiError, Chat, Message, Reward, Tools
 from headrace.gateway.messages import FromGatewayItem, Limited, Recorded, Rewarded, Taken
 from headrace.gateway.openai_format import StreamedAnswer
 from headrace.scoring.base import Turn as PlacedTurn
-from headrace.types import Float32Array, Int32Array, Prompt, Trace
+from headrace.types import NO_VERSION, Float32Array, Int32Array, Prompt, Trace
 
 History = tuple[str, ...]
 """The messages of a conversation, each as canonical JSON. The first element is the tools that were offered."""
@@ -214,6 +214,8 @@ class Session:
     """Seconds in which the session must have its reward, from the moment at which an agent starts to work."""
     group: str = ""
     priority: int = 0
+    version: int = NO_VERSION
+    """The only version that may answer; `NO_VERSION` if any version may."""
     tell: Callable[[FromGatewayItem], None] = lambda item: None
     """This function gets everything that the controller has to know of the session."""
     id: str = field(default_factory=lambda: secrets.token_hex(8))

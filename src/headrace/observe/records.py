@@ -57,6 +57,10 @@ class DeliveryRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.accepted and not self.quarantined
 
 
+SKIPPED_EVALUATION = "evaluation skipped "
+"""The beginning of a key of table `meta` whose value is an evaluation that was due and has no result."""
+
+
 class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Held-out prompts answered under one version (table `evaluations`)."""
 
@@ -71,6 +75,8 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
     tokens_mean: float
     started: float
     ended: float
+    versions: str = "{}"
+    """The sampled tokens by version, as JSON: `{"15": 636}`. There is one entry, for `version`."""
 
 
 class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,9 +22,19 @@ from headrace.types import Batch, Group, Int32Array, Prompt
 
 
 def make_batch(
-    config: Config, groups: Sequence[Group], *, step: int, version: int, republished: Sequence[int] = ()
+    config: Config,
+    groups: Sequence[Group],
+    *,
+    step: int,
+    version: int,
+    republished: Sequence[int] = (),
+    unrecorded: float | None = None,
 ) -> Batch:
-    """Make the batch of a policy step. The order of `groups` does not matter."""
+    """Make the batch of a policy step. The order of `groups` does not matter.
+
+    `unrecorded` is the temperature of tokens that an older release recorded without one. By default it is that of the
+    configuration.
+    """
     groups = sorted(groups, key=lambda group: group.id)
     if config.buffer.on_stale == "salvage" and config.buffer.max_lag is not None:
         # The window has masked its groups already, but groups from the journal are as they were sampled.
@@ -40,7 +50,7 @@ def make_batch(
         normalize=config.algorithm.normalize,
         group_size=config.rollouts.group_size,
         max_tokens=config.rollouts.max_tokens,
-        temperature=config.rollouts.temperature,
+        temperature=unrecorded or config.rollouts.temperature,
         overlong_buffer=config.algorithm.overlong_buffer,
         overlong_penalty=config.algorithm.overlong_penalty,
         length_penalty=config.algorithm.length_penalty,
@@ -71,14 +81,16 @@ def recorded_batches(config: Config, journal: Path, after: int, until: int) -> I
     """Yield the batches of the policy steps after < step <= until, as they were trained. They are read one by one."""
     policy = config.policy_name
     with open_readonly(journal) as reader:
-        republished = reader.republished(policy)
+        republished, unrecorded = reader.republished(policy), reader.meta().get("temperature")
     for step in range(after + 1, until + 1):
         # One reader per step: while a reader is open, the write-ahead log of a live journal cannot be emptied.
         with open_readonly(journal) as reader:
             found, groups = reader.step(step, policy), reader.trained_groups(step, policy)
         if found is None or len(groups) != found.groups:
             raise HeadraceError(f"{journal}: step {step} cannot be trained again, not all of its tokens were kept")
-        yield make_batch(config, groups, step=step, version=found.version, republished=republished)
+        yield make_batch(
+            config, groups, step=step, version=found.version, republished=republished, unrecorded=unrecorded
+        )
 
 
 def warm_start_batches(config: Config, task: Task, chat: ChatFormat, version: int) -> Iterator[Batch]:

@@ -71,9 +71,9 @@ class Controller:
         """The record of when each engine last sent something."""
         self.episodes = Episodes(parts)
         self.attempts = Attempts(parts.source, parts.window, parts.recorder, parts.config.buffer.filter)
-        self.evaluations = Evaluations(parts, self.episodes)
         self.synchronous = parts.window.depth == 0
         self.deliveries = Deliveries(parts, self.versions)
+        self.evaluations = Evaluations(parts, self.episodes, self.deliveries)
         trained = parts.checkpoint.step if parts.checkpoint.found else -self.config.warm_start.steps
         self.steps = Steps(parts.trainer, parts.waits, parts.stopping, trained)
         self.recovery = Recovery(parts, self.versions, self.steps, self.watch)
@@ -310,7 +310,8 @@ class Controller:
     def _order(self, groups: list[Group], batches: int) -> Train:
         """Make the request for a step. This happens when the step's turn comes: version ids are known only then."""
         step, version = self.parts.first_step + batches, self.window.version_of(batches - 1)
-        batch = make_batch(self.config, groups, step=step, version=version, republished=tuple(self.window.republished))
+        again, unrecorded = tuple(self.window.republished), self.parts.before.temperature
+        batch = make_batch(self.config, groups, step=step, version=version, republished=again, unrecorded=unrecorded)
         if batches % self.config.delivery.publish_every:
             return Train(batch=batch, parent=version)
         made, every = version + 1, self.config.training.checkpoint_every

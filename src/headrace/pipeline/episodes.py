@@ -8,29 +8,33 @@ whenever it runs.
 
 import asyncio
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from headrace.engines.base import Sampling
 from headrace.gateway.base import GATEWAY_DIED
 from headrace.observe.records import EvaluationRecord, SampleRecord
 from headrace.pipeline.parts import Parts
+from headrace.pipeline.versions import Deliveries
 from headrace.rollouts.base import AnyEpisode, EpisodePlan, derive_seed
 from headrace.rollouts.groups import run_episode
 from headrace.rollouts.turns import Episode
 from headrace.scoring.base import Stage
 from headrace.tasks.base import Budgeted
-from headrace.types import Group, Prompt, Rollout, Trace
+from headrace.types import NO_VERSION, Group, Prompt, Rollout, Trace
 
 Moment = Literal["before", "during", "after"]
-HELDOUT_PRIORITY = 1
-"""Held-out requests come after training requests: an evaluation fills gaps and never delays training."""
+HELDOUT_PRIORITY = -1
+"""Held-out requests come before training requests: their engines take no new version until they have ended."""
 EVALUATION_SHARE = 4
-"""An evaluation during training uses at most one in `EVALUATION_SHARE` slots of the engines."""
+"""An evaluation during training holds at least one engine, and one in `EVALUATION_SHARE`. It uses at most one in
+`EVALUATION_SHARE` slots of all engines."""
+STOPPED = "the run was stopped"
 SHOWN = 8
 """The number of held-out answers kept for people to read."""
 
@@ -85,6 +89,7 @@ class Episodes:
                 sampling=self._sampling(name, sample, self._config.evaluate.temperature),
                 group=name,
                 priority=HELDOUT_PRIORITY,
+                version=version,
                 max_turns=self._config.rollouts.max_turns,
                 max_length=self._parts.max_length,
             )
@@ -114,41 +119,94 @@ class Episodes:
 
 
 class Evaluations:
-    """The schedule of evaluations. An evaluation is of one version; one runs at a time.
+    """The schedule of evaluations. One runs at a time, and its engines are held at the one version that it evaluates.
 
-    During training an evaluation uses a part of the engines' slots. A synchronous run evaluates between two versions,
-    so the evaluation uses all slots.
+    If no engine holds the version any more, because engines have died, the evaluation begins again with the newest
+    version. An evaluation that is due and has no result is recorded, with the reason.
     """
 
-    def __init__(self, parts: Parts, episodes: Episodes) -> None:
+    def __init__(self, parts: Parts, episodes: Episodes, deliveries: Deliveries) -> None:
         self._parts = parts
         self._config = parts.config.evaluate
         self._episodes = episodes
+        self._deliveries = deliveries
         self._synchronous = parts.window.depth == 0
         self._running: asyncio.Task[None] | None = None
 
     async def proved(self, version: int, tasks: asyncio.TaskGroup) -> None:
         """Evaluate this version in `tasks` if that is due. The engines hold the version, and it is not the last."""
         due = self._config.every and self._parts.window.count(version) % self._config.every == 0
-        if due and not self._parts.stopping.is_set() and (self._running is None or self._running.done()):
-            self._running = tasks.create_task(self.evaluate("during", version), name="evaluate")
+        if due and self._parts.task.heldout:
+            if self._running is not None and not self._running.done():
+                why = "the evaluation before it is still running"
+                self._parts.recorder.evaluation_skipped(version, "during", why)
+            else:
+                # The engines are held before anything else can happen, so none of them has a newer version.
+                self._hold("during", version)
+                self._running = tasks.create_task(self.evaluate("during", version), name="evaluate")
         if self._synchronous and self._running is not None:
             # Held-out requests must not mix with requests of the next version: they would change its schedule.
             await self._running
 
     async def evaluate(self, moment: Moment, version: int) -> None:
-        """Answer the held-out prompts and record the result, unless the run is stopped meanwhile."""
-        recorder, waits = self._parts.recorder, self._parts.waits
-        prompts: Sequence[Prompt] = self._parts.task.heldout
-        if not prompts or self._parts.stopping.is_set():
+        """Answer the held-out prompts and record the result, or record why there is none."""
+        recorder, prompts = self._parts.recorder, self._parts.task.heldout
+        if not prompts or version == NO_VERSION:
             return
         if moment == "during":
             prompts = prompts[: self._config.during or None]
         else:
             recorder.shown.phase = "evaluating"
+        beside_training = moment == "during" and not self._synchronous
+        limit = asyncio.timeout(self._config.deadline if beside_training else None)
+        try:
+            async with limit:
+                while not await self._evaluated(moment, version, prompts):
+                    before, version = version, await self._newest(moment)
+                    if version not in (before, NO_VERSION):
+                        why = f"no engine holds it any more; version {version} is evaluated in its place"
+                        recorder.evaluation_skipped(before, moment, why)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            why = f"it took longer than [evaluate] deadline = {self._config.deadline:g} s"
+            recorder.evaluation_skipped(version, moment, why)
+        finally:
+            self._parts.pool.free()
+            self._parts.waits.moved()
+
+    def _hold(self, moment: Moment, version: int | None) -> int:
+        engines = len(self._parts.pool.engines)
+        beside_training = moment == "during" and not self._synchronous
+        return self._deliveries.hold(version, math.ceil(engines / EVALUATION_SHARE) if beside_training else engines)
+
+    async def _newest(self, moment: Moment) -> int:
+        """Hold engines at the newest version that one of them holds, as soon as there is one. Return the version."""
+        found = NO_VERSION
+
+        def held() -> bool:
+            nonlocal found
+            found = self._hold(moment, None)
+            return found != NO_VERSION or self._parts.stopping.is_set()
+
+        await self._parts.waits.until("evaluate", lambda: "an engine that has proved a version", held)
+        return found
+
+    async def _evaluated(self, moment: Moment, version: int, prompts: Sequence[Prompt]) -> bool:
+        """Evaluate this version. Return False if no engine holds the version any more."""
+        recorder, waits, stopping = self._parts.recorder, self._parts.waits, self._parts.stopping
+        if stopping.is_set():
+            recorder.evaluation_skipped(version, moment, STOPPED)
+            return True
         slots = self._parts.config.engine.slots * self._parts.config.engine.processes
         if moment == "during" and not self._synchronous:
             slots = max(1, slots // EVALUATION_SHARE)
+
+        def lost() -> bool:
+            return not self._parts.pool.holding and self._hold(moment, version) == NO_VERSION
+
+        if lost():
+            return False
         evaluation = asyncio.create_task(
             evaluate(
                 prompts,
@@ -166,12 +224,17 @@ class Evaluations:
             await waits.until(
                 "evaluate",
                 lambda: f"{len(prompts)} held-out prompts",
-                lambda: evaluation.done() or self._parts.stopping.is_set(),
+                lambda: evaluation.done() or stopping.is_set() or lost(),
             )
             if evaluation.done():
                 recorder.evaluated(*evaluation.result())
+            elif stopping.is_set():
+                recorder.evaluation_skipped(version, moment, STOPPED)
+            return evaluation.done() or stopping.is_set()
         finally:
             evaluation.cancel()
+            # Its requests must have ended before another evaluation sends requests with the same ids.
+            await asyncio.wait([evaluation])
 
 
 async def evaluate(
@@ -224,6 +287,9 @@ async def evaluate(
 
     # An answer is right if its reward is at least 1.
     right = [sum(_reward(rollouts[p, sample]) >= 1.0 for sample in range(samples)) for p in range(len(prompts))]
+    traces = [trace.versions for rollout in rollouts.values() for trace in rollout.traces]
+    versions = Counter(np.concatenate(traces).tolist())
+    del versions[NO_VERSION]
     evaluation = EvaluationRecord(
         version=version,
         moment=moment,
@@ -235,6 +301,7 @@ async def evaluate(
         tokens_mean=sum(rollout.trained_tokens for rollout in rollouts.values()) / len(rollouts),
         started=started,
         ended=now(),
+        versions=msgspec.json.encode(dict(sorted(versions.items()))).decode(),
     )
     failed = sum(rollout.ending == "failed" for rollout in rollouts.values())
     return evaluation, [answers[p] for p in sorted(answers)], failed

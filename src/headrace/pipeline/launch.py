@@ -31,7 +31,7 @@ from headrace.cluster.launchers.local import make_launcher
 from headrace.cluster.mps import Mps, sweep_daemons
 from headrace.cluster.placement import Place, Placement
 from headrace.cluster.supervision import Fleet
-from headrace.config import AgentTaskConfig, Config, dump_config, with_settings
+from headrace.config import AgentTaskConfig, Config, dump_config, load_config, with_settings
 from headrace.config.file_digests import check_digests
 from headrace.config.memory import longest_sequence
 from headrace.config.model_dir import ModelFacts, model_facts
@@ -96,7 +96,8 @@ class Workers:
         self.beside_trainer = [place.name for place in engines if TRAINER in place.neighbours]
         """The engines that share their GPU with the trainer."""
         others = [place.name for place in trainers[1:]]
-        self.trainer = RemoteTrainer(self.fleet.hub, TRAINER, deadline=max(stall, deadline), others=others)
+        longest = max(stall, deadline + config.evaluate.longest_hold)
+        self.trainer = RemoteTrainer(self.fleet.hub, TRAINER, deadline=longest, others=others)
 
 
 class RunSession:
@@ -209,6 +210,8 @@ class RunSession:
         config, run_dir, task = self.config, self.run_dir, self._task.task
         checkpoint, clock = Checkpoint.of(workers.fleet.facts(TRAINER)), RunClock.now()
         journal = self._journal(run_dir.journal, keep_rollouts=config.observe.keep_rollouts)
+        # Older releases recorded no temperatures. Their tokens have that of the configuration before this resume.
+        journal.meta("temperature", load_config(run_dir.config).rollouts.temperature, once=True)
         before = journal.recover(
             step=checkpoint.step,
             publish_every=config.delivery.publish_every,

@@ -24,7 +24,13 @@ from headrace.channel.heartbeats import Heartbeat
 from headrace.delivery.base import Manifest, Proof
 from headrace.observe.metrics import LengthDrift, MetricsLog, describe_end
 from headrace.observe.progress import ProcessActivity, Progress, RunSnapshot
-from headrace.observe.records import DeliveryRecord, EvaluationRecord, SampleRecord, StepRecord
+from headrace.observe.records import (
+    SKIPPED_EVALUATION,
+    DeliveryRecord,
+    EvaluationRecord,
+    SampleRecord,
+    StepRecord,
+)
 from headrace.observe.spans import Activity, RunClock, Timeline
 from headrace.observe.summary import lag_mean_and_max
 from headrace.training.base import StepReport
@@ -280,13 +286,23 @@ class Recorder:
         self.journal.evaluation(evaluation, self._window.policy)
         for answer in answers:
             self.journal.sample(answer, self._window.policy)
-        self._metrics.write("evaluation", version=version, moment=moment, pass_1=pass_1, pass_k=pass_k)
+        versions = msgspec.json.decode(evaluation.versions)
+        self._metrics.write(
+            "evaluation", version=version, moment=moment, pass_1=pass_1, pass_k=pass_k, versions=versions
+        )
         self.shown.heldout = pass_1
         self.note(
             f"held-out {moment} training, version {version}: {pass_1:.3f} right of {evaluation.prompts} prompts"
             + (f", {pass_k:.3f} within {samples} tries" if samples > 1 else "")
             + (f", {failed} failed" if failed else "")
         )
+
+    def evaluation_skipped(self, version: int, moment: str, reason: str) -> None:
+        """Record that an evaluation was due and has no result."""
+        skipped = {"version": version, "moment": moment, "reason": reason}
+        self.journal.meta(f"{SKIPPED_EVALUATION}{version:09d} {moment}", skipped)
+        self._metrics.write("evaluation_skipped", **skipped)
+        self.note(f"held-out {moment} training, version {version}: not evaluated, {reason}")
 
     def saved(self, version: int, path: Path) -> None:
         """Record that a checkpoint was written."""

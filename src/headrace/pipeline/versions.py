@@ -13,8 +13,9 @@ the old id.
 Each engine has its own loop of deliveries, which always takes the newest version. A slow, absent or quarantined
 engine, or one that keeps refusing a version, does not hold up the others. A version is declared, and groups begin under
 it, when all present engines have proved it, or when one engine has proved it and the others have had `patience`
-seconds. A superseded version is skipped. An engine that does not answer, or answers with an error instead of a proof,
-is killed; supervision restarts it without weights.
+seconds. A superseded version is skipped. An engine that is held for an evaluation gets no newer version until the
+evaluation has ended, and the other engines do not wait for it. An engine that does not answer, or answers with an error
+instead of a proof, is killed; supervision restarts it without weights.
 
 The trainer may free the bytes of a version when the version is acknowledged. That happens when no engine fetches the
 version any more, or when a newer version is declared. An engine that still fetches the old version then is refused and
@@ -95,6 +96,10 @@ class Versions:
             yield
         finally:
             del self._fetching[engine]
+
+    def fetching(self, engine: str) -> int:
+        """Return the version that this engine is fetching; `NO_VERSION` if it fetches none."""
+        return self._fetching.get(engine, NO_VERSION)
 
     def superseded(self, version: int) -> bool:
         """Return whether a newer version was sent."""
@@ -213,6 +218,8 @@ class Deliveries:
         while True:
             await self._waits.until(engine.name, lambda: "a newer version", lambda: self._wants(engine.name))
             async with self._turn:
+                if not self._wants(engine.name):
+                    continue  # It was held or lost while it waited for its turn.
                 manifest = self._versions.newest
                 assert manifest is not None
                 with self._versions.fetched_by(engine.name, manifest.version):
@@ -220,7 +227,24 @@ class Deliveries:
             await self._acknowledge()
             self._waits.moved()
 
+    def hold(self, version: int | None, count: int) -> int:
+        """Hold up to `count` engines, those with the fewest requests, at this version or else at the newest one.
+
+        Return the version; `NO_VERSION` if no engine holds it. `EnginePool.free` ends the hold.
+        """
+        proved = {engine.name: self._pool.proved(engine.name) for engine in self._pool.present}
+        steady = {name: at for name, at in proved.items() if at >= 0 and self._versions.fetching(name) <= at}
+        if version is None:
+            version = max(steady.values(), default=NO_VERSION)
+        running = self._pool.running
+        names = sorted((name for name, at in steady.items() if at == version), key=lambda name: running[name])
+        self._pool.hold(names[:count], version)
+        return version if names else NO_VERSION
+
     def _wants(self, name: str) -> bool:
+        return self._behind(name) and not self._pool.held(name)
+
+    def _behind(self, name: str) -> bool:
         behind = max(self._pool.proved(name), self._pool.refused(name)) < self._versions.fetchable()
         return behind and not self._pool.away(name)
 
@@ -288,11 +312,14 @@ class Deliveries:
 
     def _explain(self, version: int) -> str:
         behind = [e.name for e in self._pool.present if self._pool.proved(e.name) < version]
+        held = [name for name in behind if self._pool.held(name)]
         away = [e.name for e in self._pool.engines if self._pool.away(e.name)]
         parts = [f"{', '.join(behind)} to prove version {version}"] if behind else []
+        parts += [f"{', '.join(held)} to end an evaluation"] * bool(held)
         return "; ".join(parts + [f"{', '.join(away)} to come back"] * bool(away)) or f"version {version}"
 
     async def _acknowledge(self) -> None:
         """Tell the trainer which versions no engine fetches any more, so that it can free their bytes."""
-        for version in self._versions.release(self._pool.floor, still_wanted=self._still_wanted()):
+        still_wanted = any(self._behind(engine.name) for engine in self._pool.present)
+        for version in self._versions.release(self._pool.floor, still_wanted=still_wanted):
             await self._trainer.acknowledge(version)

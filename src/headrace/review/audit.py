@@ -39,8 +39,11 @@ class Weights(Protocol):
     def digest(self) -> int:
         """The digest of the weights, as a delivery proves it."""
 
-    def logprobs(self, token_ids: Int32Array, temperature: float, kept: Kept | None = None) -> Float32Array:
-        """Return the log-probabilities of tokens 1..n given their prefix ([n - 1]), each among its kept set."""
+    def logprobs(self, token_ids: Int32Array, temperature: Float32Array, kept: Kept | None = None) -> Float32Array:
+        """Return the log-probabilities of tokens 1..n given their prefix ([n - 1]), each among its kept set.
+
+        `temperature` has the temperature of each of these tokens.
+        """
 
 
 Load = Callable[[Path, str], Weights]
@@ -132,6 +135,7 @@ def audit(run_dir: Path, load: Load, *, samples: int = 64, seed: int = 0, tolera
         drawn = [record for index in chosen for record in journal.rollout_records("id = ?", population[index])]
         report = Audit(recorded=len(everything), checkable=len(checkable), drawn=len(drawn), tolerance=tolerance)
         again = journal.republished()
+        unrecorded = journal.meta().get("temperature", config.rollouts.temperature)
         for record in drawn:
             for version, stretch in _stretches(journal, record, report, again):
                 stretches.setdefault(version, []).append(stretch)
@@ -147,7 +151,7 @@ def audit(run_dir: Path, load: Load, *, samples: int = 64, seed: int = 0, tolera
         if kept:
             report.skip(KEPT_CACHE, sum(len(part.where) for part in found if not part.first))
             found = [part for part in found if part.first]
-        _check(entry, found, sources.get(version), config, load, report)
+        _check(entry, found, sources.get(version), config, load, report, unrecorded=unrecorded)
     return report
 
 
@@ -211,7 +215,14 @@ def _proofs(
 
 
 def _check(
-    entry: VersionAudit, found: list[_Stretch], source: Path | None, config: Config, load: Load, report: Audit
+    entry: VersionAudit,
+    found: list[_Stretch],
+    source: Path | None,
+    config: Config,
+    load: Load,
+    report: Audit,
+    *,
+    unrecorded: float,
 ) -> None:
     tokens = sum(len(part.where) for part in found)
     if source is None:
@@ -236,7 +247,8 @@ def _check(
     every: list[npt.NDArray[np.float64]] = []
     for part in found:
         trace = part.trace
-        reference = weights.logprobs(trace.token_ids, config.rollouts.temperature, trace.kept)
+        temperature = trace.temperature_of_tokens(unrecorded)[1:].astype(np.float32)
+        reference = weights.logprobs(trace.token_ids, temperature, trace.kept)
         every.append(_compare(entry, part, reference, report))
     errors = np.concatenate(every)
     entry.tokens, entry.mean_error, entry.max_error = len(errors), float(errors.mean()), float(errors.max())

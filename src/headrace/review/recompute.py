@@ -44,11 +44,17 @@ class PlainModel:
         delivered = adapter_weights(self._model) if self._adapted else named_weights(self._model)
         return digest(delivered.items())
 
-    def logprobs(self, token_ids: Int32Array, temperature: float, kept: Kept | None = None) -> Float32Array:
-        """Return the log-probabilities of tokens 1..n given their prefix ([n - 1]), each among its kept set."""
+    def logprobs(
+        self, token_ids: Int32Array, temperature: float | Float32Array, kept: Kept | None = None
+    ) -> Float32Array:
+        """Return the log-probabilities of tokens 1..n given their prefix ([n - 1]), each among its kept set.
+
+        `temperature` is one for all of these tokens, or one for each.
+        """
         tokens = torch.tensor(token_ids.tolist())
         with torch.inference_mode():
-            logits = self._model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float() / temperature
+            logits = self._model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
+            logits = logits / torch.tensor(temperature, dtype=torch.float32).reshape(-1, 1)
             if kept is not None:
                 logits = _truncated(logits, kept)
             chosen = logits.gather(1, tokens[1:, None])[:, 0] - torch.logsumexp(logits, dim=-1)

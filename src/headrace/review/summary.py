@@ -20,7 +20,7 @@ import msgspec
 from headrace.buffer.reader import JournalReader, open_readonly
 from headrace.observe import charts
 from headrace.observe.charts import Drawing, Series
-from headrace.observe.records import DeliveryRecord, EndedGroup, SampleRecord, StepRecord
+from headrace.observe.records import SKIPPED_EVALUATION, DeliveryRecord, EndedGroup, SampleRecord, StepRecord
 from headrace.observe.spans import timeline_started
 from headrace.observe.summary import STATES, compact, duration, lag_mean_and_max, number, percent, thousands, whole
 from headrace.run_dir import RunDir, write_whole
@@ -105,7 +105,11 @@ def summarize_journal(journal: JournalReader) -> dict[str, Any]:
         "versions": len(journal.versions()),
         "deliveries_proved": proved,
         "deliveries_rejected": len(deliveries) - proved,
-        "evaluations": [msgspec.structs.asdict(evaluation) for evaluation in evaluations],
+        "evaluations": [
+            {**msgspec.structs.asdict(evaluation), "versions": msgspec.json.decode(evaluation.versions)}
+            for evaluation in evaluations
+        ],
+        "evaluations_skipped": [meta[key] for key in sorted(meta) if key.startswith(SKIPPED_EVALUATION)],
     }
 
 
@@ -171,6 +175,18 @@ def values(run_dir: Path) -> dict[str, Any]:
         "over_bound": most is not None and bound is not None and most > bound,
         "reward": _reward(steps, axis),
         "heldout": _heldout(summary["evaluations"]),
+        "evaluations": [
+            [
+                f"{e['moment']} training",
+                str(e["version"]),
+                number(e["pass_1"]),
+                ", ".join(f"{thousands(tokens)} of {version}" for version, tokens in e["versions"].items()),
+            ]
+            for e in summary["evaluations"]
+        ],
+        "unevaluated": [
+            [f"version {e['version']}, {e['moment']} training", e["reason"]] for e in summary["evaluations_skipped"]
+        ],
         "optimizer": [
             _of_steps(steps, axis, "Loss", "loss", "b", from_zero=False),
             _of_steps(steps, axis, "Gradient norm", "grad_norm", "c"),

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from headrace.engines.base import Sampling
 from headrace.scoring.base import Turn
-from headrace.types import Int32Array, Prompt, Rollout, Trace
+from headrace.types import NO_VERSION, Int32Array, Prompt, Rollout, Trace
 
 T = TypeVar("T")
 
@@ -72,6 +72,8 @@ class EpisodePlan:
     """The sampling settings. `max_tokens` is the budget over all turns."""
     group: str = ""
     priority: int = 0
+    version: int = NO_VERSION
+    """The only version that may sample the turns; `NO_VERSION` if any version may. See `Request.version`."""
     max_turns: int = 1
     max_length: int | None = None
     """The length of the longest sequence that engines take, prompt included; None without a limit."""

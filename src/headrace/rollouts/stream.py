@@ -41,8 +41,13 @@ class TokenStream:
         versions: Int32Array,
         kept: Kept | None = None,
         routing: Int16Array | None = None,
+        *,
+        temperature: float = 0.0,
     ) -> Trace:
-        """Append tokens that the policy sampled, with copies of the engine's records (views of a message)."""
+        """Append tokens that the policy sampled, with copies of the engine's records (views of a message).
+
+        `temperature` is that of the recorded log-probabilities; 0 if it is not known.
+        """
         n = len(token_ids)
         if not n == len(logprobs) == len(versions):
             raise ChannelError(f"{n} tokens came with {len(logprobs)} log-probabilities and {len(versions)} versions")
@@ -61,6 +66,7 @@ class TokenStream:
                 versions=np.array(versions, np.int32),
                 kept=kept,
                 routing=None if routing is None else np.array(routing, np.int16),
+                temperatures=[(n, temperature)] if n else [],
             )
         )
 

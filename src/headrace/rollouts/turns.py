@@ -230,6 +230,7 @@ class Episode(AnyEpisode):
             sampling=msgspec.structs.replace(self._sampling, max_tokens=self._budget),
             group=self.plan.group,
             priority=self.plan.priority,
+            version=self.plan.version,
         )
         self._requests += 1
         self._request = request.id
@@ -238,7 +239,8 @@ class Episode(AnyEpisode):
                 async for delta in deltas:
                     routing = delta.routing if self.plan.keep_routing else None
                     records = delta.logprobs, delta.versions, delta.kept, routing
-                    self._tell(self._stream.append_sampled(delta.token_ids, *records))
+                    temperature = self._sampling.recorded_temperature
+                    self._tell(self._stream.append_sampled(delta.token_ids, *records, temperature=temperature))
                     if delta.finish == "failed":
                         reason = _first_line(delta.error) or "failed without a reason"
                         raise EpisodeFailed(f"{self._engine.name}: {reason}")

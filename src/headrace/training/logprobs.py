@@ -28,7 +28,7 @@ from headrace.training.attention import PackedAttention
 from headrace.training.devices import input_device, upload
 from headrace.training.layers import compiled_layers
 from headrace.training.rows import Index, MicroBatch
-from headrace.types import Kept
+from headrace.types import Float32Array, Kept
 
 EntropyOf = Literal["none", "value", "gradient"]
 """How the entropy is wanted: not at all, as a number, or differentiable."""
@@ -86,10 +86,10 @@ class Wanted:
         return cls(targets, moved(rows), tokens, sets, len(members) < len(targets))
 
 
-def read(logits: torch.Tensor, wanted: Wanted, temperature: float, entropy: EntropyOf) -> Readings:
-    """Return the log-probabilities, and the entropies if they are wanted."""
+def read(logits: torch.Tensor, wanted: Wanted, temperature: float | torch.Tensor, entropy: EntropyOf) -> Readings:
+    """Return the log-probabilities, and the entropies if they are wanted. `temperature` may be one per row, [n, 1]."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if temperature != 1.0:
+    if isinstance(temperature, torch.Tensor) or temperature != 1.0:
         logits = logits / temperature
     chosen = logits[wanted.rows, wanted.tokens]
     normaliser = spread = torch.zeros_like(chosen)
@@ -138,7 +138,7 @@ def read_row(
     model: Any,
     row: MicroBatch,
     *,
-    temperature: float = 1.0,
+    temperature: float | Float32Array = 1.0,
     kept: Kept | None = None,
     entropy: EntropyOf = "none",
     attention: PackedAttention | None = None,
@@ -146,12 +146,21 @@ def read_row(
 ) -> Readings:
     """Return the log-probabilities of a row's targets, and the entropy if it is wanted.
 
-    `kept` has a set for each target, which may be empty. Compiled layers need the row's `attention` in their backward
-    pass too, so the caller must keep it until then.
+    `temperature` is one for all targets, or one for each. `kept` has a set for each target, which may be empty. The
+    caller must keep the row's `attention` until the backward pass, because compiled layers need it there too.
     """
     device = input_device(model)
     # Answers to one prompt share the position that predicts their first token, so its logits are computed once.
     places, inverse = np.unique(row.predictors, return_inverse=True)
+    scale: float | torch.Tensor
+    if isinstance(temperature, np.ndarray):
+        # A position that is read at several temperatures counts once for each of them.
+        levels, level = np.unique(temperature, return_inverse=True)
+        numbers, inverse = np.unique(row.predictors * len(levels) + level, return_inverse=True)
+        places, level = np.divmod(numbers, len(levels))
+        scale = upload(levels[level], device)[:, None]
+    else:
+        scale = temperature
     at = upload(places, device)
     inputs = {
         "input_ids": upload(row.token_ids, device)[None],
@@ -162,22 +171,24 @@ def read_row(
     size = max(1, (chunk_elements or CHUNK_ELEMENTS) // vocabulary)
 
     def computed() -> Readings:
-        if device.type == "cuda" and kept is None and entropy == "none" and has_plain_head(model):
+        plain = not isinstance(scale, torch.Tensor) and kept is None and entropy == "none"
+        if device.type == "cuda" and plain and has_plain_head(model):
             return by_matrix(size * DEVICE_CHUNKS)
         if len(places) <= size:
             with WideHead(model).in_force():
                 logits = model.forward(**inputs, logits_to_keep=at).logits[0]
-            return read(logits, Wanted.of(np.arange(len(inverse)), inverse, row, kept, device), temperature, entropy)
+            return read(logits, Wanted.of(np.arange(len(inverse)), inverse, row, kept, device), scale, entropy)
         hidden = model.base_model(**inputs).last_hidden_state[0, at]
-        return _in_chunks(model, hidden, list(_chunks(inverse, size, row, kept, device)), size, temperature, entropy)
+        return _in_chunks(model, hidden, list(_chunks(inverse, size, row, kept, device)), size, scale, entropy)
 
     def by_matrix(size: int) -> Readings:
         hidden = model.base_model(**inputs).last_hidden_state[0].index_select(0, at)
+        assert isinstance(scale, float)
         reading = Reading.of(row, inverse, size, device)
         weight = model.get_output_embeddings().weight
         layers = compiled_layers(model)
         arithmetic = compiled_arithmetic() if layers is not None and layers.on and layers.fused else PLAIN
-        return Readings(read_head(hidden, weight, reading, temperature, arithmetic))
+        return Readings(read_head(hidden, weight, reading, scale, arithmetic))
 
     with attending(attention or PackedAttention(row)):
         return _called(model, computed)
@@ -233,19 +244,25 @@ def _chunks(inverse: Index, size: int, row: MicroBatch, kept: Kept | None, devic
 
 
 def _in_chunks(
-    model: Any, hidden: torch.Tensor, chunks: list[Wanted], size: int, temperature: float, entropy: EntropyOf
+    model: Any,
+    hidden: torch.Tensor,
+    chunks: list[Wanted],
+    size: int,
+    temperature: float | torch.Tensor,
+    entropy: EntropyOf,
 ) -> Readings:
     wide = WideHead(model)
 
-    def piece(chunk: torch.Tensor, wanted: Wanted) -> Readings:
+    def piece(chunk: torch.Tensor, wanted: Wanted, scale: float | torch.Tensor) -> Readings:
         with wide.in_force():
             logits = _head(model, chunk)
-        return read(logits, wanted, temperature, entropy)
+        return read(logits, wanted, scale, entropy)
 
-    found = [
-        checkpoint(piece, hidden[i * size : (i + 1) * size], wanted, use_reentrant=False, preserve_rng_state=False)
-        for i, wanted in enumerate(chunks)
-    ]
+    found = []
+    for i, wanted in enumerate(chunks):
+        mine = slice(i * size, (i + 1) * size)
+        scale = temperature[mine] if isinstance(temperature, torch.Tensor) else temperature
+        found.append(checkpoint(piece, hidden[mine], wanted, scale, use_reentrant=False, preserve_rng_state=False))
     back = upload(np.argsort(np.concatenate([wanted.targets for wanted in chunks])), hidden.device)
     spread = None if entropy == "none" else torch.cat([readings.entropy for readings in found])[back]
     return Readings(torch.cat([readings.logprobs for readings in found])[back], spread)

@@ -78,8 +78,9 @@ class FrozenPolicy:
         with self._context():
             for row in rows:
                 kept = None if batch.kept is None else batch.kept.at(row.sources)
+                temperature = batch.temperature_at(row.sources)
                 with following(self._model, row) if self._follows else nullcontext():
-                    found.append(read_row(self._model, row, temperature=batch.temperature, kept=kept).logprobs)
+                    found.append(read_row(self._model, row, temperature=temperature, kept=kept).logprobs)
         return found
 
 

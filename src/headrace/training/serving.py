@@ -159,7 +159,7 @@ def make_publisher(link: WorkerLink, config: Config, built: Built) -> Publisher:
         canary_sequence(built.trainer.model.config.vocab_size, delivery.canary_tokens),
         send="adapter" if config.lora is not None else delivery.send,
         base_digest=built.base_digest,
-        deadline=delivery.deadline,
+        deadline=delivery.deadline + config.evaluate.longest_hold,
         policy=config.policy_name,
         ranks=TrainerRanks(ranks.publishing, ranks.coordinate) if ranks else None,
     )

@@ -377,7 +377,7 @@ def _backward(
     readings = read_row(
         model,
         row,
-        temperature=batch.temperature,
+        temperature=batch.temperature_at(row.sources),
         kept=kept,
         entropy=entropy,
         attention=attention,

@@ -74,6 +74,8 @@ def test_it_is_brought_up_to_date_with_every_row(old: Path, tmp_path: Path) -> N
         )
         if table in CHECKED:
             added["checksum"] = None
+        if table == "evaluations":
+            added["versions"] = "{}"
         assert after[table] == [{**row, **added} for row in rows], table
     with open_readonly(old) as reader:
         assert reader.meta()["schema"] == 3
@@ -83,6 +85,21 @@ def test_it_is_brought_up_to_date_with_every_row(old: Path, tmp_path: Path) -> N
         journal.admitted(Group(id=999, prompt=Prompt(id="p"), version=8, policy="writer"), ["999/0"])
     with open_readonly(old) as reader:
         assert reader.counts("writer")["groups"]["admitted"] == 1
+
+
+def test_evaluations_of_older_releases_are_read_without_their_versions(old: Path, tmp_path: Path) -> None:
+    """Files of the present schema were written before evaluations had this column."""
+    path = tmp_path / "earlier.db"
+    shutil.copy(old, path)
+    Journal(path).close()
+    with sqlite3.connect(path) as db:
+        db.execute("ALTER TABLE evaluations DROP COLUMN versions")
+    db.close()
+    for journal in (old, path):
+        with open_readonly(journal) as reader:
+            assert [evaluation.versions for evaluation in reader.evaluations()] == ["{}"] * 3
+    Journal(path).close()
+    assert columns(path)["evaluations"] >= {("versions", "TEXT", 1, "'{}'", 0)}
 
 
 def test_a_run_goes_on_from_the_tokens_that_are_in_it(old: Path) -> None:

@@ -44,8 +44,9 @@ class ConstantWeights:
     def digest(self) -> int:
         return digest_of(self.version)
 
-    def logprobs(self, token_ids: Int32Array, temperature: float, kept: Kept | None = None) -> Float32Array:
-        return np.full(len(token_ids) - 1, -1.0 / temperature, np.float32)
+    def logprobs(self, token_ids: Int32Array, temperature: Float32Array, kept: Kept | None = None) -> Float32Array:
+        assert len(temperature) == len(token_ids) - 1
+        return np.asarray(-1.0 / temperature, np.float32)
 
 
 class RunMaker:

@@ -14,6 +14,7 @@ from headrace.config.declared import Needs
 from headrace.config.schema import AlgorithmConfig, LoraConfig, TrainingConfig, WarmStartConfig
 from headrace.errors import UserError
 from headrace.models.loading import load_model, named_weights
+from headrace.training import logprobs
 from headrace.training.checkpoints.saving import REFERENCE_FILE
 from headrace.training.logprobs import read_row
 from headrace.training.lora import TrainedAdapter
@@ -187,3 +188,26 @@ def test_an_adapter_switched_off_is_the_reference():
 def test_a_teacher_that_is_missing_is_one_line(tmp_path):
     with pytest.raises(UserError, match=r"\[algorithm\] teacher"):
         Trainer(twins("llama")[0], ALGORITHMS["distillation"], TRAINING, total_steps=1, warm_start=WARM_START)
+
+
+@pytest.mark.parametrize("elements", [None, 5 * 61])
+def test_friction_54_every_token_is_scored_at_its_own_temperature(elements, monkeypatch):
+    """Answers to one prompt share the position before them, also if they were sampled at several temperatures."""
+    if elements is not None:
+        monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", elements)
+    packed, plain = twins("qwen3")
+    batch = random_batch(3)
+    levels = np.array([0.5, 1.0, 1.4], np.float32)
+    batch.temperatures = levels[np.random.default_rng(0).integers(0, 3, len(batch.token_ids))]
+    rows = plan(batch, micro_batch_tokens=10_000, share_prefixes=True)
+    found = np.zeros(len(batch.token_ids))
+    for row, scored in zip(rows, FrozenPolicy(packed).logprobs(rows, batch), strict=True):
+        found[row.sources] = scored.numpy()
+    ends = np.cumsum(batch.lengths)
+    for start, end in zip(ends - batch.lengths, ends, strict=True):
+        tokens = torch.tensor(batch.token_ids[start:end].astype("int64"))
+        with torch.no_grad():
+            at = {level: sequence_logprobs(plain, tokens, float(level)).numpy() for level in levels}
+        for place in np.flatnonzero(batch.trained[start:end]):
+            expected = at[batch.temperatures[start + place]][place - 1]
+            assert found[start + place] == pytest.approx(expected, abs=1e-5)
