@@ -46,6 +46,16 @@ class Episode:
 """
 
 
+class Notes(NoProgress):
+    """Keeps the lines that the run prints."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, line: str) -> None:
+        self.lines.append(line)
+
+
 def test_friction_48_long_conversations_are_trained_as_truncated(tmp_path: Path) -> None:
     (tmp_path / "talkative.py").write_text(TALKATIVE)
     text = QUICKSTART.read_text()
@@ -61,8 +71,11 @@ def test_friction_48_long_conversations_are_trained_as_truncated(tmp_path: Path)
         "engine.max_length=48",
         "rollouts.max_tokens=200",
         "rollouts.max_turns=20",
+        "evaluate.samples=2",
     )
-    run = Run(start_run(load_config(tmp_path / "run.toml", settings), NoProgress()).run_dir.path)
+    notes = Notes()
+    run = Run(start_run(load_config(tmp_path / "run.toml", settings), notes).run_dir.path)
+    assert notes.lines[0].startswith("[evaluate] samples: at temperature 0"), "a run says what `headrace check` says"
     rollouts = list(run.rollouts())
     assert {(rollout.ending, rollout.reward) for rollout in rollouts} == {("truncated", 0.0)}
     assert len(rollouts) == 16 and all(len(rollout.traces[0]) <= 48 for rollout in rollouts)
