@@ -16,7 +16,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,7 @@ from headrace.pipeline.controller import Controller
 from headrace.pipeline.inputs import ReadyTask, check_inputs
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Outputs
-from headrace.pipeline.waits import Waits
+from headrace.pipeline.waits import Status, Waits
 from headrace.review.summary import write_report, write_summary
 from headrace.run_dir import RunDir, set_aside, write_whole
 from headrace.scoring.base import Scorer
@@ -122,6 +122,7 @@ class RunSession:
         self._tokenizer_known = tokenizer_known
         self._controller: Controller | None = None
         self._gateway: Gateway | None = None
+        self._status_failed = False
         self.outcome = "failed"
         """How the run ended: `finished`, `interrupted` or `failed`."""
         self.summary: dict[str, Any] = {}
@@ -312,8 +313,17 @@ class RunSession:
                 self.progress.note(f"{name} has requests and sent no token for {limit / 2:g} s: it is ended")
                 watch.forget(name)
                 fleet.kill(name)
-            write_whole(self.run_dir.status, msgspec.json.encode(controller.status(fleet.phases)))
+            self._write_status(controller.status(fleet.phases))
             controller.waits.check(limit)
+
+    def _write_status(self, status: Status) -> None:
+        """Write `status.json`. The run goes on if that fails, and says so once."""
+        try:
+            write_whole(self.run_dir.status, msgspec.json.encode(status))
+        except OSError as error:
+            if not self._status_failed:
+                self.progress.note(f"{self.run_dir.status} cannot be written: {error.strerror}; the run goes on")
+            self._status_failed = True
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -413,7 +423,14 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) ->
     if not run_dir.journal.is_file():
         raise UserError(f"{path}: nothing to resume (it has no journal.db)")
     config, _ = place_run(with_settings(before, settings))
-    check_resumable(run_dir.journal)
+    # The lock is held from here on: another resume of the same run is refused before it starts anything.
+    with check_resumable(run_dir.journal) as lock:
+        return _resume(run_dir, before, config, progress, partial(Journal, lock=lock))
+
+
+def _resume(
+    run_dir: RunDir, before: Config, config: Config, progress: Progress, make_journal: Callable[..., Journal]
+) -> RunSession:
     for line in _set_damage_aside(run_dir, config.policy_name):
         progress.note(line)
     task, chat = check_inputs(config)
@@ -432,4 +449,6 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) ->
         if line not in old:
             progress.note(f"config is:  {line}")
     with run_dir.report_full_disk(), run_dir.with_trial_config(config):
-        return RunSession(config, run_dir, progress, task, chat, tokenizer_known=known is not None).execute()
+        return RunSession(
+            config, run_dir, progress, task, chat, journal=make_journal, tokenizer_known=known is not None
+        ).execute()

@@ -120,7 +120,7 @@ class WorkerScorer(RewardScorer):
     async def _ask(self, question: Question) -> Judgement:
         try:
             body = msgspec.json.encode(question)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ScoreError(f"the prompt's data cannot be sent to a reward worker: {error}") from error
         try:
             try:

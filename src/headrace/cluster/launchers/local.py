@@ -19,10 +19,11 @@ import msgspec
 from headrace.cluster.launchers.base import Exit, Launcher, WorkerSpec
 from headrace.cluster.launchers.fork_server import ROOM, Kill, Start, WorkerEnded
 from headrace.config import Config
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, one_line
 from headrace.reference import call_factory, import_function
 
 LAST_LINES = 12
+LAST_BYTES = 1 << 16
 KILL_SECONDS = 5.0
 SHARED = "HEADRACE_FORK_SERVER"
 """This variable names the socket of a process that gives every launcher a loaded fork server."""
@@ -241,5 +242,9 @@ def _size(log: Path) -> int:
 
 def _last_lines(log: Path, start: int = 0) -> str:
     """Return the last lines of a log, of those after its first `start` bytes."""
-    text = log.read_bytes()[start:].decode(errors="replace") if log.is_file() else ""
-    return "\n".join(text.strip().splitlines()[-LAST_LINES:])
+    if not log.is_file():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(start, file.seek(0, os.SEEK_END) - LAST_BYTES))
+        text = file.read().decode(errors="replace")
+    return "\n".join(one_line(line) for line in text.strip().splitlines()[-LAST_LINES:])
