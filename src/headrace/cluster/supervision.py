@@ -16,7 +16,7 @@ from headrace.channel.codec import Message
 from headrace.channel.events import Died, Dropped, Events, Heard, Returned
 from headrace.channel.heartbeats import Heartbeat, Hello, LastWords, Ready, Stop
 from headrace.channel.hub import Hub
-from headrace.channel.worker_link import EXIT_LOST
+from headrace.channel.vital import EXIT_LOST
 from headrace.cluster.base import EXIT_USER_ERROR, Processes
 from headrace.cluster.launchers.base import Exit, Launcher, WorkerSpec
 from headrace.cluster.placement import Place

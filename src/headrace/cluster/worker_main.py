@@ -18,7 +18,8 @@ from typing import NoReturn
 
 from headrace.buffer.reader import open_readonly
 from headrace.channel.heartbeats import LastWords
-from headrace.channel.worker_link import EXIT_LOST, WorkerLink
+from headrace.channel.vital import EXIT_LOST
+from headrace.channel.worker_link import WorkerLink
 from headrace.channel.worker_side import die_with_parent
 from headrace.cluster.base import EXIT_USER_ERROR
 from headrace.cluster.mps import without_mps

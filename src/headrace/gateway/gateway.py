@@ -132,6 +132,10 @@ class Gateway:
             where = f", its key is in {self._file}"
         self._note(f"the gateway listens at {self.base_url}{where}")
 
+    async def watch(self) -> None:
+        """Raise the error that ends the gateway's own task, if one does. The caller owns this wait."""
+        await self._sweep
+
     async def close(self) -> None:
         """End every session and stop listening. Idempotent."""
         self.sessions.close()

@@ -26,6 +26,7 @@ from headrace.buffer.journal import Journal
 from headrace.buffer.reader import open_readonly
 from headrace.buffer.store import check_resumable
 from headrace.channel.events import Events
+from headrace.channel.worker_side import sweep_marked
 from headrace.cluster.inventory import place_run
 from headrace.cluster.launchers.local import make_launcher
 from headrace.cluster.mps import Mps, sweep_daemons
@@ -75,6 +76,7 @@ class Workers:
         # Trainer ranks depend on each other: if one of several dies, the run ends and is resumed as a whole.
         restarted = engines if len(trainers) > 1 else [*trainers, *engines]
         sweep_daemons()
+        sweep_marked()
         self.mps = Mps(config)
         self.events = Events()
         self.fleet = Fleet(
@@ -191,6 +193,7 @@ class RunSession:
             watchers.append(guard.create_task(controller.serve(), name="serve"))
             if self._gateway is not None:
                 await self._gateway.start()
+                watchers.append(guard.create_task(self._gateway.watch(), name="watch the gateway"))
             self.run_dir.keep_config()
             watchers.append(guard.create_task(self._show_loop(controller), name="show"))
             watchers.append(guard.create_task(self._watch_loop(workers, controller), name="watch stalls"))

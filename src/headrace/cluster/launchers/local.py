@@ -40,11 +40,24 @@ class _HostLauncher:
         self._environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", **(environment or {})}
         self._logs: dict[str, tuple[Path, int]] = {}
         """Worker -> its log, and how many bytes of it are of earlier starts."""
-        self._exits: asyncio.Queue[Exit] = asyncio.Queue()
+        self._exits: asyncio.Queue[Exit | BaseException] = asyncio.Queue()
 
     async def next_exit(self) -> Exit:
-        """See `Launcher.next_exit`."""
-        return await self._exits.get()
+        """See `Launcher.next_exit`. Raises the error of a task that watches workers, because it would miss an exit."""
+        found = await self._exits.get()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def _own(self, watcher: asyncio.Task[None]) -> asyncio.Task[None]:
+        """Have `next_exit` raise the error that ends this task, if one does."""
+
+        def ended(watcher: asyncio.Task[None]) -> None:
+            if not watcher.cancelled() and (error := watcher.exception()) is not None:
+                self._exits.put_nowait(error)
+
+        watcher.add_done_callback(ended)
+        return watcher
 
     def _log(self, spec: WorkerSpec) -> Path:
         logs = Path(spec.run_dir) / "logs"
@@ -70,7 +83,8 @@ class LocalLauncher(_HostLauncher):
         command = [sys.executable, "-m", "headrace.cluster.worker_main", *spec.arguments]
         process = await _spawn(command, log, {**self._environment, **spec.environment, "PYTHONUNBUFFERED": "1"})
         self._processes[spec.name] = process
-        self._watchers.append(asyncio.create_task(self._watch(spec.name, process), name=f"watch {spec.name}"))
+        watcher = asyncio.create_task(self._watch(spec.name, process), name=f"watch {spec.name}")
+        self._watchers.append(self._own(watcher))
 
     def kill(self, name: str) -> None:
         """See `Launcher.kill`."""
@@ -155,7 +169,7 @@ class ForkedLauncher(_HostLauncher):
             with theirs:
                 self._process = await _spawn(command, log, environment, theirs.fileno())
             reader, self._server = await asyncio.open_unix_connection(sock=ours)
-        self._listener = asyncio.create_task(self._listen(reader, log), name="listen to the fork server")
+        self._listener = self._own(asyncio.create_task(self._listen(reader, log), name="listen to the fork server"))
 
     def _send(self, message: Start | Kill) -> None:
         """Send a command. The fork server carries it out as soon as it has loaded its libraries."""
