@@ -75,7 +75,10 @@ class Run:
             checkpoint = journal.meta().get("checkpoint")
         if checkpoint is None:
             raise UserError(f"{self.path} has no checkpoint yet")
-        path = Path(checkpoint["path"])
+        # The run directory may have been moved since the path was recorded.
+        path = self.path / "checkpoints" / Path(checkpoint["path"]).name
+        if not path.is_dir():
+            raise UserError(f"{path}, the newest checkpoint of the run, is gone")
         if is_sharded(path):
             from headrace.training.checkpoints.export import consolidate
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import ConfigError, HeadraceError, one_line
 
 
 def import_function(reference: str) -> Callable[..., Any]:
@@ -113,7 +113,7 @@ def _file(name: str) -> Path:
 def describe(error: BaseException) -> str:
     """Describe an exception of the user's code in one line: its type, its message, and the line that raised it."""
     lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    text = f"{type(error).__name__}: {one_line(lines[0])}" if lines else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__, limit=-1)
     if frames and not frames[-1].filename.startswith("<frozen"):
         text += f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"

@@ -117,7 +117,7 @@ class WorkerStaging:
 
     def _fetch(self, order: FetchOrder) -> None:
         started = time.monotonic()
-        state = StagingState(version=order.version, done=True)
+        state = StagingState(version=order.version, done=True, error="the fetch failed; the server's log says why")
         try:
             with torch.no_grad():
                 weights = self._fetched(order)
@@ -128,10 +128,12 @@ class WorkerStaging:
                 )
             with torch.no_grad():
                 self._weights = self._merged(order, weights) if order.scaling is not None else weights
+            state.error = ""
         except (DeliveryError, OSError, RuntimeError, ValueError, SafetensorError) as error:
             state.error = " ".join(str(error).split()) or type(error).__name__
-        state.seconds = time.monotonic() - started
-        self._state = state
+        finally:
+            state.seconds = time.monotonic() - started
+            self._state = state
 
     def _merged(self, order: FetchOrder, adapter: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         assert order.scaling is not None

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import sqlite3
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +67,29 @@ def test_a_run_that_lives_is_not_touched(run_dir: Path) -> None:
     assert line == f"{run_dir / 'journal.db'} is in use by a live run (process {os.getpid()})"
     assert (run_dir / "config.toml").read_bytes() == before
     lock.close()
+
+
+def test_friction_44_the_loser_of_two_resumes_is_refused_before_it_starts_a_worker(
+    run_dir: Path, stop: Callable[..., Path]
+) -> None:
+    stopped = stop("trainer", "headrace.training.serving:build_trainer", 1, "nobody")
+    command = [sys.executable, "-m", "headrace", "resume", str(run_dir), "--set", "run.versions=4"]
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while not stopped.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert stopped.exists()
+        line = refused("resume", str(run_dir))
+        assert line == f"{run_dir / 'journal.db'} is in use by a live run (process {first.pid})"
+    finally:
+        first.kill()
+        first.wait()
+
+
+def test_friction_28_a_status_that_cannot_be_written_does_not_end_the_run(run_dir: Path) -> None:
+    (run_dir / "status.json.part").mkdir()
+    assert "status.json cannot be written: Is a directory; the run goes on" in goes_on(run_dir, 30)
 
 
 def test_settings_that_are_refused_are_not_kept(run_dir: Path) -> None:
@@ -169,7 +194,7 @@ def test_friction_34_a_checkpoint_that_the_journal_does_not_know_is_kept(run_dir
     assert (kept / "model.safetensors").is_file() and (run_dir / "checkpoints" / newest.name).is_dir()
 
 
-def test_no_room_for_a_checkpoint(run_dir: Path, full: Full) -> None:
+def test_friction_46_no_room_for_a_checkpoint(run_dir: Path, full: Full) -> None:
     newest = checkpoints(run_dir)[-1]
     sizes = [(newest / name).stat().st_size for name in ("model.safetensors", "trainer/optimizer.safetensors")]
     full("trainer", sum(sizes) // 2)
@@ -178,17 +203,36 @@ def test_no_room_for_a_checkpoint(run_dir: Path, full: Full) -> None:
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("headrace: ")]
     assert f"{run_dir / 'checkpoints'} cannot be written: " in line and "File too large" in line
     assert line.endswith("older checkpoints are whole")
+    assert "started again" not in done.stdout + done.stderr, "the run ends"
     full("trainer", None)
     goes_on(run_dir, 5)
 
 
-def test_no_room_for_the_journal(run_dir: Path, full: Full) -> None:
+def test_friction_46_no_room_for_a_checkpoint_and_its_log(run_dir: Path, full: Full) -> None:
+    shutil.rmtree(run_dir / "logs", ignore_errors=True)
+    (run_dir / "logs").mkdir()
+    (run_dir / "logs/trainer-0.log").symlink_to("/dev/full")
+    newest = checkpoints(run_dir)[-1]
+    sizes = [(newest / name).stat().st_size for name in ("model.safetensors", "trainer/optimizer.safetensors")]
+    full("trainer", sum(sizes) // 2)
+    done = headrace("resume", str(run_dir), "--set", "run.versions=5")
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("headrace: ")]
+    assert f"{run_dir / 'checkpoints'} cannot be written: " in line
+    assert "started again" not in done.stdout + done.stderr, "the run ends"
+    full("trainer", None)
+    (run_dir / "logs/trainer-0.log").unlink()
+    goes_on(run_dir, 5)
+
+
+def test_friction_46_no_room_for_the_journal(run_dir: Path, full: Full) -> None:
     full("controller", 300_000)
     done = headrace("resume", str(run_dir), "--set", "run.versions=60")
-    assert done.returncode in (1, 2)
+    assert done.returncode == 2, "as for a checkpoint"
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("headrace: ")]
     assert str(run_dir) in line and "cannot be written: " in line
     assert "Traceback" not in done.stderr
+    assert "started again" not in done.stdout + done.stderr, "the run ends"
     full("controller", None)
     with sqlite3.connect(run_dir / "journal.db") as db:
         (reached,) = db.execute("SELECT MAX(step) FROM steps").fetchone()

@@ -15,7 +15,8 @@ from headrace.channel.codec import PROTOCOL, Message, encode, pack
 from headrace.channel.events import Died, Dropped, Events
 from headrace.channel.heartbeats import Hello, Ready
 from headrace.channel.hub import BAD_MESSAGES, Hub
-from headrace.channel.worker_link import EXIT_LOST, WorkerLink
+from headrace.channel.vital import EXIT_LOST
+from headrace.channel.worker_link import WorkerLink
 from headrace.cluster import supervision
 from headrace.cluster.launchers.base import Exit, WorkerSpec
 from headrace.cluster.supervision import Fleet
@@ -265,7 +266,7 @@ def test_what_cannot_be_encoded_is_refused_in_one_line() -> None:
 def test_friction_33_a_worker_whose_vital_thread_ends_does_not_outlive_it() -> None:
     program = """
 import time
-from headrace.channel.worker_link import vital_thread
+from headrace.channel.vital import vital_thread
 
 def work():
     raise KeyError("lost\\n\\x1b[2J")

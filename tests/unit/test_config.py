@@ -36,7 +36,7 @@ KEYS = {
         "group_size", "max_tokens", "max_turns", "temperature", "stop", "top_k", "top_p", "min_p", "keep_routing",
         "min_group", "straggler_seconds", "curriculum",
     },
-    "scoring": {"workers", "timeout", "shuffle"},
+    "scoring": {"workers", "timeout", "judgements_per_worker", "shuffle"},
     "buffer": {"depth", "max_lag", "groups", "on_stale", "correct_above", "filter", "oversample"},
     "algorithm": {
         "advantage", "loss", "clip_low", "clip_high", "sapo_tau_positive", "sapo_tau_negative", "dppo_delta",

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import msgspec
 
@@ -26,7 +26,7 @@ from headrace.buffer.ledger import EndState
 from headrace.buffer.reader import open_readonly
 from headrace.buffer.recovery import Recovered, recover
 from headrace.buffer.store import COMMIT_SECONDS, Store
-from headrace.errors import HeadraceError
+from headrace.errors import DiskError, HeadraceError
 from headrace.observe.records import DeliveryRecord, EvaluationRecord, SampleRecord, StepRecord
 from headrace.types import POLICY, Group, Rollout, Version
 
@@ -46,14 +46,21 @@ Queued = tuple[Event, Future[Any] | None, bool]
 class Journal:
     """The writing side of the journal, one in a run directory. Its methods may be called from any thread."""
 
-    def __init__(self, path: Path, *, keep_rollouts: bool = True, clock: Callable[[], float] = time.time) -> None:
-        """Open or create the journal."""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        keep_rollouts: bool = True,
+        clock: Callable[[], float] = time.time,
+        lock: BinaryIO | None = None,
+    ) -> None:
+        """Open or create the journal. `lock` is the lock of the run, if it is taken already (`check_resumable`)."""
         self.path = path
         self._clock = clock
-        self._store = Store(path, keep_rollouts=keep_rollouts)
+        self._store = Store(path, keep_rollouts=keep_rollouts, lock=lock)
         self._name = f"the journal {path}"
         self._queue: queue.Queue[Queued] = queue.Queue(QUEUE_EVENTS)
-        self._failure: str | None = None
+        self._failure: HeadraceError | None = None
         self._reported = False
         self._closed = False
         self._gate = threading.Lock()
@@ -249,24 +256,27 @@ class Journal:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             self._reported = True
-            raise HeadraceError(self._failure)
+            raise self._failure
 
     # ---- the thread
 
     def _run(self) -> None:
-        failure: str | None = f"{self._name} cannot be written: its writer died (see the traceback)"
+        failure: HeadraceError | None
+        failure = HeadraceError(f"{self._name} cannot be written: its writer died (see the traceback)")
         try:
             while not (self._closed and self._queue.empty()):
                 if events := self._collect():
                     self._commit(events)
             failure = None
-        except (sqlite3.Error, UnicodeDecodeError, OSError, HeadraceError) as error:
-            failure = f"{self._name} cannot be written: {error}"
+        except (sqlite3.OperationalError, OSError) as error:
+            failure = DiskError(f"{self._name} cannot be written: {error}")
+        except (sqlite3.Error, UnicodeDecodeError, HeadraceError) as error:
+            failure = HeadraceError(f"{self._name} cannot be written: {error}")
         finally:
             try:
                 self._store.close()
             except (sqlite3.Error, OSError) as error:
-                failure = failure or f"{self._name} cannot be closed: {error}"
+                failure = failure or DiskError(f"{self._name} cannot be closed: {error}")
             self._failure = failure
 
     def _collect(self) -> list[Queued]:

@@ -20,6 +20,9 @@ from headrace.observe.summary import STATES, ledger_line
 EndState = Literal["trained", "dropped", "failed"]
 Table = Literal["groups", "rollouts"]
 TABLES: tuple[Table, Table] = ("groups", "rollouts")
+DISTINCT_REASONS = 100
+"""So many different reasons are counted one by one for each end state. All others are counted as `OTHER_REASONS`."""
+OTHER_REASONS = "other reasons"
 
 
 class Counts(msgspec.Struct, kw_only=True):
@@ -32,6 +35,13 @@ class Counts(msgspec.Struct, kw_only=True):
     in_flight: int = 0
     reasons: dict[str, dict[str, int]] = msgspec.field(default_factory=lambda: {"dropped": {}, "failed": {}})
     """How often each reason occurred, by end state and reason."""
+
+    def add_reason(self, state: str, reason: str, count: int = 1) -> None:
+        """Count a reason by itself, or with the other reasons if there are too many different ones."""
+        reasons = self.reasons[state]
+        if reason not in reasons and len(reasons) >= DISTINCT_REASONS:
+            reason = OTHER_REASONS
+        reasons[reason] = reasons.get(reason, 0) + count
 
     def check(self, what: str) -> None:
         """Raise `HeadraceError` unless every admitted item is counted exactly once."""
@@ -71,8 +81,7 @@ class Ledger:
         if state != "trained":
             if not reason:
                 raise HeadraceError(f"{self.what}: {item} was {state} without a reason")
-            reasons = self._counts.reasons[state]
-            reasons[reason] = reasons.get(reason, 0) + 1
+            self._counts.add_reason(state, reason)
         self.in_flight.remove(item)
         setattr(self._counts, state, getattr(self._counts, state) + 1)
 
@@ -118,7 +127,10 @@ class Ledgers:
 
 
 def count_ledger(db: sqlite3.Connection, table: Table, policy: str | None = None) -> Counts:
-    """Count the ledger of one table, of one policy or of all. The most frequent reasons come first."""
+    """Count the ledger of one table, of one policy or of all. The most frequent reasons come first.
+
+    Beyond `DISTINCT_REASONS`, the less frequent reasons are counted together.
+    """
     of_policy, given = "TRUE", () if policy is None else (policy,)
     if policy is not None:
         of_policy = "policy = ?" if table == "groups" else "group_id IN (SELECT id FROM groups WHERE policy = ?)"
@@ -131,7 +143,7 @@ def count_ledger(db: sqlite3.Connection, table: Table, policy: str | None = None
         GROUP BY state, reason ORDER BY n DESC, reason
     """
     for state, reason, count in db.execute(why, given):
-        counts.reasons[state][reason] = count
+        counts.add_reason(state, reason, count)
     return counts
 
 

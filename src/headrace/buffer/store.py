@@ -59,9 +59,19 @@ def lock_run(path: Path) -> BinaryIO:
     return file
 
 
-def check_resumable(path: Path) -> None:
-    """Raise `UserError` if a live run uses this journal or it is damaged, before anything of the run is changed."""
-    lock_run(path).close()
+def check_resumable(path: Path) -> BinaryIO:
+    """Return the lock of the run, for its `Store`.
+
+    Raises `UserError` if a live run uses this journal or it is damaged, before anything of the run is changed.
+    """
+    with ExitStack() as refused:
+        lock = refused.enter_context(lock_run(path))
+        _check_whole(path)
+        refused.pop_all()
+    return lock
+
+
+def _check_whole(path: Path) -> None:
     db = connect(f"{path.absolute().as_uri()}?mode=ro", path)
     try:
         problem = _find_damage(db)
@@ -179,9 +189,10 @@ def _tables(db: sqlite3.Connection) -> set[str]:
 class Store:
     """The tables and the segments. A store may pass from one thread to another, but only one may use it at a time."""
 
-    def __init__(self, path: Path, *, keep_rollouts: bool) -> None:
+    def __init__(self, path: Path, *, keep_rollouts: bool, lock: BinaryIO | None = None) -> None:
+        """Open the files. `lock` is the lock of the run, if it is taken already."""
         self.path = path
-        self._lock = lock_run(path)
+        self._lock = lock or lock_run(path)
         try:
             self.segments = Segments(path.parent / "segments") if keep_rollouts else None
             """The files with tokens; None if tokens are not kept."""

@@ -40,5 +40,11 @@ class Ready(Message):
     facts: dict[str, int | float | str] = {}
 
 
+class LastWords(Message):
+    """A worker says why it ends. Its log says so too, unless the disk is full."""
+
+    reason: str
+
+
 class Stop(Message):
     """The controller asks a worker to shut down cleanly."""

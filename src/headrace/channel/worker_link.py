@@ -8,44 +8,22 @@ without is a `vital_thread`: an error in it ends the process with that reason, s
 import contextlib
 import os
 import queue
-import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import zmq
 
 from headrace.channel.codec import PROTOCOL, Failure, Frame, Message, pack, unpack
 from headrace.channel.heartbeats import BEAT_SECONDS, SILENCE_SECONDS, Alive, Heartbeat, Hello, Ready
-from headrace.errors import one_line
+from headrace.channel.vital import vital_thread
 from headrace.observe.spans import SpanRecorder
 
 CLOSE_SECONDS = 5.0
 EXIT_ORPHAN = 3
-EXIT_LOST = 4
-"""Something that the worker depends on is gone. It is nobody's mistake, and a restart may help. The last line of the
-worker's log says what is gone."""
-
-
-def vital_thread(target: Callable[..., None], *args: Any, name: str) -> threading.Thread:
-    """Make a thread that its process cannot do without. If `target` raises an error, the whole process ends."""
-
-    def run() -> None:
-        try:
-            target(*args)
-        finally:
-            if (error := sys.exc_info()[1]) is not None:
-                traceback.print_exc()
-                sys.stderr.write(f"the thread {name!r} ended: {type(error).__name__}: {one_line(str(error))}\n")
-                sys.stderr.flush()
-                os._exit(EXIT_LOST)
-
-    return threading.Thread(target=run, name=name, daemon=True)
 
 
 class Incoming(msgspec.Struct, frozen=True):

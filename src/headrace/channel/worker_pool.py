@@ -2,8 +2,9 @@
 
 A worker receives one frame that says what it serves, greets, and then answers questions: one at a time, or several.
 When a question is given up, by its deadline or by its caller, its worker gets no new questions. Once the worker's other
-questions have ended, it is killed together with everything that it started. Workers that were killed or died are
-replaced when they are needed. The other end is `worker_side`.
+questions have ended, it is killed together with everything that it started, in whatever session. Workers that were
+killed or died are replaced when they are needed. So are workers that have answered many questions or have grown in
+memory. The other end is `worker_side`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,23 @@ from typing import TypeVar
 
 import msgspec
 
-from headrace.channel.worker_side import GREETING, HEADER, WorkerReady, pack
+from headrace.channel.worker_side import (
+    ANSWER_BYTES,
+    GREETING,
+    HEADER,
+    MARK,
+    WorkerReady,
+    end_marked,
+    owner_mark,
+    pack,
+)
 from headrace.errors import ConfigError
 
 T = TypeVar("T")
 
 CLOSE_SECONDS = 5.0
+GROWTH_BYTES = 1 << 30
+"""A worker that holds this much more memory than after its first answer is replaced."""
 
 
 class WorkerDied(Exception):
@@ -50,11 +62,13 @@ class WorkerPool:
         grace: float = 0.0,
         name: str = "worker",
         log: Path | None = None,
+        recycle: int | None = None,
     ) -> None:
         """Make a pool without starting workers. `module` is their program, `setup` their first frame.
 
         `name` appears in error messages. A worker that is no longer needed has `grace` seconds to end by itself. What
-        foreign code prints goes to `log`, or to this process's standard error.
+        foreign code prints goes to `log`, or to this process's standard error. With `recycle`, a worker is replaced
+        after so many answers, or when its memory has grown by `GROWTH_BYTES`.
         """
         self.places = asyncio.Semaphore(workers * concurrency)
         """A caller must hold one of these places while it asks. Places are granted in order."""
@@ -64,6 +78,8 @@ class WorkerPool:
         self._grace = grace
         self._name = name
         self._log = log
+        self._recycle = recycle
+        self._failure: BaseException | None = None
         self._directory = Path.cwd()
         self._slots = [_Slot() for _ in range(workers)]
         self._running: set[_Worker] = set()
@@ -108,6 +124,8 @@ class WorkerPool:
             async with asyncio.timeout(timeout):
                 answer = msgspec.json.decode(await worker.ask(id, question), type=kind)
             answered = True
+            if self._recycle is not None and worker.worn(self._recycle):
+                worker.able = False
             return answer
         except msgspec.DecodeError as error:
             raise WorkerDied(f"spoke nonsense ({error})") from error
@@ -115,11 +133,13 @@ class WorkerPool:
             if not answered:
                 worker.give_up(id)
             if not worker.able and not worker.busy:
-                self._dismiss(worker, self._grace)
+                self._dismiss(worker, CLOSE_SECONDS if answered else self._grace)
 
     async def _fill(self, slot: _Slot) -> _Worker:
         """Return the slot's worker. Start one if the slot has no worker that takes questions."""
         async with slot.turn:
+            if self._failure is not None:
+                raise self._failure
             if self._closed:
                 raise PoolClosed
             if slot.worker is None or not slot.filled:
@@ -127,7 +147,8 @@ class WorkerPool:
             return slot.worker
 
     async def _start(self) -> _Worker:
-        worker = _Worker(await _spawn(self._module, self._directory, self._log))
+        mark = f"{owner_mark()}.{id(self)}.{next(self._ids)}"
+        worker = _Worker(await _spawn(self._module, self._directory, self._log, mark), mark)
         self._running.add(worker)
         ready = False
         try:
@@ -155,7 +176,12 @@ class WorkerPool:
             self._running.remove(worker)
             ending = asyncio.create_task(worker.end(grace), name=f"end of a {self._name}")
             self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
+            ending.add_done_callback(self._dismissed)
+
+    def _dismissed(self, ending: asyncio.Task[None]) -> None:
+        self._ending.discard(ending)
+        if not ending.cancelled() and (error := ending.exception()) is not None:
+            self._failure = error  # The next question raises it.
 
 
 class _Slot:
@@ -175,10 +201,13 @@ class _Slot:
 class _Worker:
     """One worker process, its two pipes, and its open questions."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, mark: str) -> None:
         self.able = True
         """Whether this worker takes questions."""
         self._process = process
+        self._mark = mark
+        self._answered = 0
+        self._memory = 0
         self._open: dict[int, asyncio.Future[bytes | None]] = {}
         """Question id -> its future answer. None as an answer means that the worker is gone."""
         self._listener = asyncio.create_task(self._listen(), name="answers of a worker")
@@ -204,6 +233,13 @@ class _Worker:
             raise WorkerDied(f"died ({await self._how_it_ended()})")
         return body
 
+    def worn(self, answers: int) -> bool:
+        """Count an answer. Return whether there were so many, or the worker has grown too much since its first one."""
+        self._answered += 1
+        memory = _memory(self._process.pid)
+        self._memory = self._memory or memory
+        return self._answered >= answers or memory > self._memory + GROWTH_BYTES
+
     def give_up(self, id: int) -> None:
         """Tell the worker that nobody waits for this answer any more. The worker then takes no new questions."""
         assert self._process.stdin is not None
@@ -222,6 +258,7 @@ class _Worker:
         # group.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        await asyncio.to_thread(end_marked, self._mark)
         await self._ended(CLOSE_SECONDS)
         self._listener.cancel()
         await asyncio.wait([self._listener], timeout=CLOSE_SECONDS)
@@ -241,26 +278,38 @@ class _Worker:
     async def _listen(self) -> None:
         """Pass answers on. Answers that nobody waits for, such as a second one from code that forked, are ignored."""
         assert self._process.stdout is not None
-        while (frame := await receive(self._process.stdout)) is not None:
-            id, body = frame
-            if id in self._open and not self._open[id].done():
-                self._open[id].set_result(body)
-        self.able = False
-        for answer in self._open.values():
-            if not answer.done():
-                answer.set_result(None)
+        try:
+            while (frame := await receive(self._process.stdout)) is not None:
+                id, body = frame
+                if id in self._open and not self._open[id].done():
+                    self._open[id].set_result(body)
+        finally:
+            self.able = False
+            for answer in self._open.values():
+                if not answer.done():
+                    answer.set_result(None)
 
 
 async def receive(stream: asyncio.StreamReader) -> tuple[int, bytes] | None:
-    """Wait for the next frame: its id and body, or None at the end of the stream. The caller owns this wait."""
+    """Wait for the next frame: its id and body, or None at the end of the stream. The caller owns this wait.
+
+    A frame that is longer than any worker sends ends the stream too.
+    """
     try:
         id, length = HEADER.unpack(await stream.readexactly(HEADER.size))
-        return id, await stream.readexactly(length)
+        return None if length > ANSWER_BYTES else (id, await stream.readexactly(length))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
 
 
-async def _spawn(module: str, directory: Path, log: Path | None) -> Process:
+def _memory(pid: int) -> int:
+    """Return the bytes of memory that a process holds; 0 where the system does not tell."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    return 0
+
+
+async def _spawn(module: str, directory: Path, log: Path | None, mark: str) -> Process:
     """Start a module in this directory. It leads a process group, which is killed as a whole."""
     with contextlib.ExitStack() as stack:
         errors = None if log is None else stack.enter_context(log.open("ab"))
@@ -272,4 +321,5 @@ async def _spawn(module: str, directory: Path, log: Path | None) -> Process:
             stderr=errors,
             cwd=directory,
             start_new_session=True,
+            env={**os.environ, MARK: mark},
         )

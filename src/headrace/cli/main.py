@@ -26,7 +26,7 @@ import typer
 
 from headrace.bench.options import Bench, DeliveryBench, EngineBench, JournalBench, LoopBench, TrainBench, lines
 from headrace.cli import AsJson, ConfigPath, RunPath, Settings, review
-from headrace.errors import DataError, HeadraceError, PeerDied, UserError
+from headrace.errors import DataError, HeadraceError, PeerDied, UserError, one_line
 
 if TYPE_CHECKING:
     from headrace.config import Config
@@ -42,6 +42,8 @@ BENCHES: dict[str, type[Bench]] = {
     "journal": JournalBench,
 }
 """The command -> its options. The function `bench_NAME` of the module `headrace.bench.NAME` measures."""
+LINE_LENGTH = 4000
+"""The most characters of an error's line. A stall names every wait."""
 PACKAGES = ("torch", "transformers", "tokenizers", "peft", "safetensors", "msgspec", "pyzmq", "numpy", "reasoning-gym")
 
 
@@ -392,13 +394,17 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        _end(f"headrace: {error}", 2)
+        _end(_line(error), 2)
     except PeerDied as death:
-        _end(f"headrace: {death}" + "".join(f"\n  | {line}" for line in death.last_lines.splitlines()), 1)
+        _end(_line(death) + "".join(f"\n  | {one_line(line)}" for line in death.last_lines.splitlines()), 1)
     except HeadraceError as error:
-        _end(f"headrace: {error}", 1)
+        _end(_line(error), 1)
     except KeyboardInterrupt:
         _end("headrace: interrupted", 130)
+
+
+def _line(error: HeadraceError) -> str:
+    return one_line(f"headrace: {error}", LINE_LENGTH)
 
 
 def _end(text: str, code: int) -> None:

@@ -17,14 +17,18 @@ def report(run_dir: RunPath, as_json: AsJson = False) -> None:
     """Write RUN_DIR/summary.json and RUN_DIR/report.html from its journal, and print the summary."""
     from headrace.observe.spans import timeline_damage
     from headrace.observe.summary import describe
-    from headrace.review.summary import write_report, write_summary
+    from headrace.review.summary import summarize, write_report, write_summary
     from headrace.run_dir import RunDir
 
     if problem := timeline_damage(RunDir(Path(run_dir)).timeline):
         typer.echo(f"{problem}; the report shows what is left of it", err=True)
-    summary = write_summary(Path(run_dir))
-    page = write_report(Path(run_dir))
+    summary = summarize(Path(run_dir))
     typer.echo(json.dumps(summary, indent=2) if as_json else describe(summary))
+    try:
+        write_summary(Path(run_dir))
+        page = write_report(Path(run_dir))
+    except OSError as error:
+        raise UserError(f"{error.filename or run_dir} cannot be written: {error.strerror}") from error
     if not as_json:
         typer.echo(f"report: {page}")
 

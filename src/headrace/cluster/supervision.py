@@ -14,9 +14,9 @@ from pathlib import Path
 
 from headrace.channel.codec import Message
 from headrace.channel.events import Died, Dropped, Events, Heard, Returned
-from headrace.channel.heartbeats import Heartbeat, Hello, Ready, Stop
+from headrace.channel.heartbeats import Heartbeat, Hello, LastWords, Ready, Stop
 from headrace.channel.hub import Hub
-from headrace.channel.worker_link import EXIT_LOST
+from headrace.channel.vital import EXIT_LOST
 from headrace.cluster.base import EXIT_USER_ERROR, Processes
 from headrace.cluster.launchers.base import Exit, Launcher, WorkerSpec
 from headrace.cluster.placement import Place
@@ -29,6 +29,8 @@ FIRST_PAUSE = 0.5
 HEALTHY_SECONDS = 60.0
 """A process that has served for this many seconds is healthy: its earlier deaths no longer count."""
 EXIT_NEWS_SECONDS = 3.0
+LAST_WORDS_SECONDS = 0.2
+"""A worker's last words may arrive this much later than the news of its exit."""
 
 
 class Fleet(Processes):
@@ -55,8 +57,8 @@ class Fleet(Processes):
         names = {place.name for place in places}
         address = f"ipc://{self._sockets.path}/hub"
         self.hub = Hub(address, self._dispatch, self._silent, self._message_dropped, names=names)
-        self._refused: dict[str, str] = {}
-        """The workers that are killed because their messages cannot be read, each with the reason."""
+        self._reasons: dict[str, str] = {}
+        """The reasons why workers end, by worker: its own last words, or that its messages cannot be read."""
         self._specs = [
             WorkerSpec(
                 role=place.role,
@@ -119,7 +121,10 @@ class Fleet(Processes):
             exited = await self._next_exit()
             if self._stopping:
                 continue
-            death = _death(exited, self._refused.pop(exited.name, ""))
+            if exited.code in (EXIT_USER_ERROR, EXIT_LOST) and exited.name not in self._reasons:
+                await asyncio.sleep(LAST_WORDS_SECONDS)
+            reason = self._reasons.pop(exited.name, "") or _last_line(exited)
+            death = PeerDied(exited.name, reason or _how(exited), exited.last_lines)
             self._ready.pop(death.peer, None)
             self.hub.mark_dead(death)
             # Popped, because a process that dies before it is ready has not served, however long its predecessor
@@ -131,7 +136,7 @@ class Fleet(Processes):
             if last or (mistake and death.peer not in self.restarting):
                 self._events.put(Died(death, restarts=False))
                 if mistake:
-                    raise UserError(exited.last_lines.splitlines()[-1] if exited.last_lines else str(death))
+                    raise UserError(reason or str(death))
                 raise death
             self._events.put(Died(death, restarts=True))
             self._deaths[death.peer] += 1
@@ -219,7 +224,7 @@ class Fleet(Processes):
     def _message_dropped(self, peer: str, reason: str, refused: bool) -> None:
         self._events.put(Dropped(peer, reason))
         if refused and not self._stopping:
-            self._refused[peer] = f"its messages cannot be read: {reason}"
+            self._reasons[peer] = f"its messages cannot be read: {reason}"
             self._launcher.kill(peer)
 
     async def stop(self) -> None:
@@ -243,7 +248,10 @@ class Fleet(Processes):
             case Ready():
                 self._ready[peer] = message
                 self._ready_since[peer] = time.monotonic()
+            case LastWords(reason=reason):
+                self._reasons[peer] = reason
             case Hello():
+                self._reasons.pop(peer, None)
                 self.hub.forget(peer)
                 self.phases[peer] = "starting"
             case _:
@@ -255,10 +263,11 @@ def _may_follow(exited: Exit) -> bool:
     return exited.code > 0 and exited.code != EXIT_USER_ERROR
 
 
-def _death(exited: Exit, refused: str) -> PeerDied:
-    how = f"killed by signal {-exited.code}" if exited.code < 0 else f"exit code {exited.code}"
-    if refused:
-        how = refused
-    elif exited.code == EXIT_LOST and exited.last_lines:
-        how = exited.last_lines.splitlines()[-1]
-    return PeerDied(exited.name, how, exited.last_lines)
+def _last_line(exited: Exit) -> str:
+    """Return the reason why a worker ended from the last line of its log, if its exit code says that it is there."""
+    told = exited.code in (EXIT_USER_ERROR, EXIT_LOST) and exited.last_lines
+    return exited.last_lines.splitlines()[-1] if told else ""
+
+
+def _how(exited: Exit) -> str:
+    return f"killed by signal {-exited.code}" if exited.code < 0 else f"exit code {exited.code}"

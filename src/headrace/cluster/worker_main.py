@@ -7,6 +7,8 @@ controller falls silent. On the workers' side, concrete engines and trainers are
 """
 
 import argparse
+import contextlib
+import io
 import os
 import signal
 import sys
@@ -15,12 +17,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from headrace.buffer.reader import open_readonly
-from headrace.channel.worker_link import EXIT_LOST, WorkerLink
+from headrace.channel.heartbeats import LastWords
+from headrace.channel.vital import EXIT_LOST
+from headrace.channel.worker_link import WorkerLink
 from headrace.channel.worker_side import die_with_parent
 from headrace.cluster.base import EXIT_USER_ERROR
 from headrace.cluster.mps import without_mps
 from headrace.config import AgentTaskConfig, Config
-from headrace.errors import HeadraceError, PeerDied
+from headrace.errors import HeadraceError, PeerDied, one_line
 from headrace.run_dir import RunDir
 
 
@@ -33,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--neighbours", default="")
     arguments = parser.parse_args(argv)
+    sys.stdout = sys.stderr = _Log(io.FileIO(2, "w", closefd=False), errors="backslashreplace", line_buffering=True)
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The controller handles Ctrl-C and asks workers to stop.
     config = without_mps(RunDir(arguments.run).config_to_start_with(), os.environ)
@@ -47,14 +52,32 @@ def main(argv: Sequence[str]) -> int:
         else:
             _serve_trainer(link, config)
     except PeerDied as error:
-        sys.stderr.write(f"{error}\n")
+        _say_why(link, error)
         return EXIT_LOST
     except HeadraceError as error:
-        sys.stderr.write(f"{error}\n")
+        _say_why(link, error)
         return EXIT_USER_ERROR
     finally:
         link.close()
     return 0
+
+
+def _say_why(link: WorkerLink, error: HeadraceError) -> None:
+    link.send(LastWords(reason=one_line(str(error))))
+    sys.stderr.write(f"{error}\n")
+
+
+class _Log(io.TextIOWrapper):
+    """The output of this worker. Text that a full disk refuses is lost, and the worker goes on."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
 
 
 def leave(code: int) -> NoReturn:

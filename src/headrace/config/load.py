@@ -24,7 +24,7 @@ import tomli_w
 
 from headrace.config.checks import REFERENCES, check_together
 from headrace.config.schema import Config, ScorerConfig, Section, is_reference, names_of
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, one_line
 from headrace.types import POLICY, TASK
 
 NAMES = ("task_name", "policy_name")
@@ -45,7 +45,7 @@ def load_config(path: str | Path, settings: Iterable[str] = ()) -> Config:
         raise ConfigError(f"{path}: no such configuration file")
     try:
         raw = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
     return make_config(raw, settings)
 
@@ -123,13 +123,17 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--set {one_line(text, 40)}: not TOML: {error}") from error
 
 
 def _check_finite(section: str, value: Any, *keys: str) -> None:
-    """Raise `ConfigError` for infinity and NaN. TOML can write them, but no key has a meaning for them."""
+    """Raise `ConfigError` for infinity, NaN and huge integers. TOML can write them, but no key has a use for them."""
+    where = f"[{section}] {'.'.join(keys)}" if keys else section
     if isinstance(value, float) and not math.isfinite(value):
-        where = f"[{section}] {'.'.join(keys)}" if keys else section
         raise ConfigError(f"{where}: {value} is not a finite number")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ConfigError(f"{where}: a whole number has at most 64 bits, and this one has {value.bit_length()}")
     inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, each in inner:
         _check_finite(section, each, *keys, str(key))

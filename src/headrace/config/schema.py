@@ -258,6 +258,8 @@ class ScoringConfig(Section, frozen=True):
     """The number of reward worker processes."""
     timeout: PositiveFloat = 30.0
     """Seconds that one judgement may take. After that its rollout fails."""
+    judgements_per_worker: Positive = 10_000
+    """A reward worker is replaced by a fresh one after this many judgements, or when its memory has grown by 1 GiB."""
     shuffle: bool = False
     """Control experiment: give every rollout the reward of another rollout of the same batch, chosen at random."""
 

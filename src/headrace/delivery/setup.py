@@ -14,7 +14,7 @@ from headrace.delivery import transports
 from headrace.delivery.transports.base import Sender, SenderSettings
 from headrace.delivery.transports.segments import sweep
 from headrace.delivery.transports.storage import connect, is_url, owner_of, sweep_storage
-from headrace.delivery.transports.tcp_wire import KEYS, is_loopback, make_keys
+from headrace.delivery.transports.tcp_wire import KEYS, make_keys
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -85,7 +85,7 @@ def weights_directory(config: DeliveryConfig, run_dir: Path, rank: int = 0) -> P
 
 
 def prepare(config: DeliveryConfig, run_dir: Path) -> None:
-    """Clean up before the processes start, and make the keys of the run if weights leave the host.
+    """Clean up before the processes start, and make the keys of the run if the transport uses them.
 
     Raises `ConfigError` for a URL that no installed package can reach.
     """
@@ -94,7 +94,7 @@ def prepare(config: DeliveryConfig, run_dir: Path) -> None:
     if facts.uses_directory and is_url(directory):
         connect(str(directory))
     clean(config, run_dir)
-    if facts.uses_keys and not is_loopback(config.bind):
+    if facts.uses_keys:
         make_keys(run_dir / KEYS)
 
 

@@ -165,7 +165,7 @@ def _done(result: Any) -> AgentResult:
         if odd := [name for name, value in numbers.items() if not math.isfinite(value)]:
             return AgentResult(error=f"the agent's {odd[0]} is {numbers[odd[0]]}, not a finite number")
         return AgentResult(reward=numbers.pop("reward"), metrics=numbers)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return AgentResult(error=f"the agent returned {str(result)[:80]!r}, not a reward")
     except KeyError:
         return AgentResult(error='the agent returned a dict without "reward"')
@@ -195,7 +195,11 @@ def _load(setup: AgentSetup) -> _FunctionAgent | _CommandAgent:
 
 
 def _run(owner: Owner, agent: _FunctionAgent | _CommandAgent, id: int, job: Job) -> None:
-    owner.answer(id, agent.run(id, job))
+    result = AgentResult(error="the agent's worker failed, and its output says why")
+    try:
+        result = agent.run(id, job)
+    finally:
+        owner.answer(id, result)
 
 
 if __name__ == "__main__":

@@ -105,6 +105,10 @@ class Gateway:
         self.base_url = base_url(self._bind, port)
         return int(port)
 
+    async def watch(self) -> None:
+        """Raise the error that ends the gateway's own task, if one does. The caller owns this wait."""
+        await self._sweep
+
     async def close(self) -> None:
         """End every session and stop listening. Idempotent."""
         self.sessions.close()

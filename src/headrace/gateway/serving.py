@@ -149,21 +149,22 @@ class GatewayRole:
         inbox: asyncio.Queue[Incoming] = asyncio.Queue()
         self._link.pass_to(lambda incoming: loop.call_soon_threadsafe(inbox.put_nowait, incoming))
         self._link.ready()
-        try:
-            while True:
-                incoming = await inbox.get()
-                match incoming.message:
-                    case ToGateway() as message:
-                        desk.hear(message)
-                    case Listen(port=port, key=key):
-                        try:
-                            self._link.reply(incoming, Listening(port=await gateway.listen(port, key)))
-                        except HeadraceError as error:
-                            self._link.fail(incoming, str(error))
-                    case Stop():
-                        self._link.phase = "stopping"
-                        return
-        finally:
-            self._link.pass_to(None)
-            await gateway.close()
-            outbox.flush()
+        async with asyncio.TaskGroup() as tasks:
+            try:
+                while True:
+                    incoming = await inbox.get()
+                    match incoming.message:
+                        case ToGateway() as message:
+                            desk.hear(message)
+                        case Listen(port=port, key=key):
+                            try:
+                                self._link.reply(incoming, Listening(port=await gateway.listen(port, key)))
+                                tasks.create_task(gateway.watch(), name="watch the gateway")
+                            except HeadraceError as error:
+                                self._link.fail(incoming, str(error))
+                        case Stop():
+                            self._link.phase = "stopping"
+                            return
+            finally:
+                self._link.pass_to(None)
+                await gateway.close()

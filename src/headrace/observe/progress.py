@@ -18,9 +18,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from headrace.errors import one_line
 from headrace.observe.summary import compact, duration, lag_mean_and_max
 
 LABEL, QUIET, STRONG = "cyan", "dim", "bold"
+NOTE_LENGTH = 1000
 MAX_PROCESSES = 10
 MAX_LAGS = 8
 PHASE_STYLES = {"training": "green", "evaluating": "magenta", "draining": "yellow", "done": "green"}
@@ -142,7 +144,7 @@ class _ConsoleProgress(Progress):
         self._snapshot: RunSnapshot | None = None
 
     def note(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(one_line(line, NOTE_LENGTH), markup=False, highlight=False, soft_wrap=True)
 
     def _take(self, now: float, snapshot: RunSnapshot) -> RunSnapshot | None:
         """Keep the snapshot, and return the one before it."""

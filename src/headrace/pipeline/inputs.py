@@ -202,7 +202,14 @@ def _named_scorer(config: Config, name: str, scorer: ScorerConfig) -> Scorer:
 
 def _in_workers(config: Config, reference: str, arguments: dict[str, Any] | None = None, key: str = "") -> WorkerScorer:
     scoring = config.scoring
-    return WorkerScorer(reference, arguments=arguments, workers=scoring.workers, timeout=scoring.timeout, key=key)
+    return WorkerScorer(
+        reference,
+        arguments=arguments,
+        workers=scoring.workers,
+        timeout=scoring.timeout,
+        key=key,
+        recycle=scoring.judgements_per_worker,
+    )
 
 
 def _prompts(config: Config, task: DatasetTaskConfig | AgentTaskConfig) -> tuple[list[Prompt], list[Prompt]]:

@@ -26,6 +26,7 @@ from headrace.buffer.journal import Journal
 from headrace.buffer.reader import open_readonly
 from headrace.buffer.store import check_resumable
 from headrace.channel.events import Events
+from headrace.channel.worker_side import sweep_marked
 from headrace.cluster.inventory import place_run
 from headrace.cluster.launchers.local import make_launcher
 from headrace.cluster.mps import Mps, sweep_daemons
@@ -51,7 +52,7 @@ from headrace.pipeline.controller import Controller
 from headrace.pipeline.inputs import ReadyTask, check_inputs
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Outputs
-from headrace.pipeline.waits import Waits
+from headrace.pipeline.waits import Status, Waits
 from headrace.review.summary import write_report, write_summary
 from headrace.run_dir import RunDir, set_aside, write_whole
 from headrace.scoring.base import Scorer
@@ -79,6 +80,7 @@ class Workers:
         # Trainer ranks depend on each other: if one of several dies, the run ends and is resumed as a whole.
         restarted = [*([] if len(trainers) > 1 else trainers), *engines, *gateways]
         sweep_daemons()
+        sweep_marked()
         self.mps = Mps(config)
         self.events = Events()
         self.fleet = Fleet(
@@ -127,6 +129,7 @@ class RunSession:
         self._tokenizer_known = tokenizer_known
         self._controller: Controller | None = None
         self._gateway: Relay | None = None
+        self._status_failed = False
         self.outcome = "failed"
         """How the run ended: `finished`, `interrupted` or `failed`."""
         self.summary: dict[str, Any] = {}
@@ -317,8 +320,17 @@ class RunSession:
                 self.progress.note(f"{gateway.name} has not answered for {limit / 2:g} s: it is ended")
                 gateway.lost("it did not answer")
                 fleet.kill(gateway.name)
-            write_whole(self.run_dir.status, msgspec.json.encode(controller.status(fleet.phases)))
+            self._write_status(controller.status(fleet.phases))
             controller.waits.check(limit)
+
+    def _write_status(self, status: Status) -> None:
+        """Write `status.json`. The run goes on if that fails, and says so once."""
+        try:
+            write_whole(self.run_dir.status, msgspec.json.encode(status))
+        except OSError as error:
+            if not self._status_failed:
+                self.progress.note(f"{self.run_dir.status} cannot be written: {error.strerror}; the run goes on")
+            self._status_failed = True
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -418,7 +430,14 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) ->
     if not run_dir.journal.is_file():
         raise UserError(f"{path}: nothing to resume (it has no journal.db)")
     config, _ = place_run(with_settings(before, settings))
-    check_resumable(run_dir.journal)
+    # The lock is held from here on: another resume of the same run is refused before it starts anything.
+    with check_resumable(run_dir.journal) as lock:
+        return _resume(run_dir, before, config, progress, partial(Journal, lock=lock))
+
+
+def _resume(
+    run_dir: RunDir, before: Config, config: Config, progress: Progress, make_journal: Callable[..., Journal]
+) -> RunSession:
     for line in _set_damage_aside(run_dir, config.policy_name):
         progress.note(line)
     task, chat = check_inputs(config)
@@ -437,4 +456,6 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) ->
         if line not in old:
             progress.note(f"config is:  {line}")
     with run_dir.report_full_disk(), run_dir.with_trial_config(config):
-        return RunSession(config, run_dir, progress, task, chat, tokenizer_known=known is not None).execute()
+        return RunSession(
+            config, run_dir, progress, task, chat, journal=make_journal, tokenizer_known=known is not None
+        ).execute()

@@ -22,6 +22,7 @@ from headrace.buffer.ledger import Ledgers
 from headrace.buffer.window import Window
 from headrace.channel.heartbeats import Heartbeat
 from headrace.delivery.base import Manifest, Proof
+from headrace.errors import one_line
 from headrace.observe.metrics import LengthDrift, MetricsLog, describe_end
 from headrace.observe.progress import ProcessActivity, Progress, RunSnapshot
 from headrace.observe.records import (
@@ -271,6 +272,7 @@ class Recorder:
 
     def delivered(self, proof: Proof) -> None:
         """Record an engine's answer to a delivery."""
+        proof = msgspec.structs.replace(proof, reason=one_line(proof.reason))
         digests = {"staged_digest": f"{proof.staged_digest:016x}", "live_digest": f"{proof.live_digest:016x}"}
         delivery = DeliveryRecord(**msgspec.structs.asdict(proof) | digests, time=self.now())
         self.journal.delivery(delivery, self._window.policy)
@@ -337,7 +339,7 @@ class Recorder:
         if tokens is None:
             seconds = held_back_seconds(self.ledgers.rollouts.counts().in_flight) + STEP_SECONDS
             tokens = round(self._activity.died(process) * seconds)
-        self.journal.restarted(process, reason, steps=steps, regenerated_tokens=tokens)
+        self.journal.restarted(process, one_line(reason), steps=steps, regenerated_tokens=tokens)
 
     def _scheduled(self, event: Literal["admit", "complete", "consume", "swap"], **facts: Any) -> None:
         if self._record:

@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack
 
 import msgspec
 
+from headrace.errors import one_line
 from headrace.rollouts.base import AnyEpisode, Cancelled
 from headrace.scoring.base import Ended, Stage
 from headrace.types import Group, Rollout
@@ -56,7 +57,13 @@ async def run_group(
         ]
         if min_group is not None and min_group < len(episodes):
             await _close_early(episodes, running, min_group, straggler_seconds)
-    return msgspec.structs.replace(group, rollouts=[task.result() for task in running])
+    return msgspec.structs.replace(group, rollouts=[_with_short_reason(task.result()) for task in running])
+
+
+def _with_short_reason(rollout: Rollout) -> Rollout:
+    """Return the rollout with its reason as one short line: foreign code may have written the reason."""
+    reason = one_line(rollout.reason)
+    return rollout if reason == rollout.reason else msgspec.structs.replace(rollout, reason=reason)
 
 
 async def run_episode(episode: AnyEpisode, scoring: Stage) -> Rollout:

@@ -12,6 +12,7 @@ A function gets the arguments that it declares, by name:
 The function returns a number, or a dict with "reward" and further numbers to record. It may be `async`.
 """
 
+import asyncio
 import hashlib
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine
@@ -115,7 +116,7 @@ def call(function: RewardFunction, question: Question) -> Any:
             named[name] = available[name]
     try:
         return function(*positional, **named)
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         raise ScoreError(f"the reward function raised {describe(error)}") from error
 
 
@@ -130,7 +131,7 @@ def judge(function: RewardFunction, question: Question, run: Callable[[Coroutine
 async def _finish(result: Awaitable[Any]) -> Any:
     try:
         return await result
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         raise ScoreError(f"the reward function raised {describe(error)}") from error
 
 

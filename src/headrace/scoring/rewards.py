@@ -87,11 +87,13 @@ class WorkerScorer(RewardScorer):
         start_timeout: float = 60.0,
         log: Path | None = None,
         key: str = "",
+        recycle: int = 10_000,
     ) -> None:
         """`reference` names the reward function or, with `arguments`, a factory of it (see `RewardSetup`).
 
         Output of the functions goes to `log`, or to this process's standard error. `key` is the key of the
-        configuration that names the function, if it is not in `[task]`.
+        configuration that names the function, if it is not in `[task]`. After `recycle` judgements a worker is
+        replaced.
         """
         key = key or ("[task] reward" if arguments is None else "")
         self._name = f"{key} {reference!r}" if key else "[task]"
@@ -103,6 +105,7 @@ class WorkerScorer(RewardScorer):
             start_timeout=start_timeout,
             name="reward worker",
             log=log,
+            recycle=recycle,
         )
         super().__init__(self._pool.places, workers, timeout + start_timeout, "no reward worker was free")
 
@@ -120,7 +123,7 @@ class WorkerScorer(RewardScorer):
     async def _ask(self, question: Question) -> Judgement:
         try:
             body = msgspec.json.encode(question)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ScoreError(f"the prompt's data cannot be sent to a reward worker: {error}") from error
         try:
             try:

@@ -125,7 +125,7 @@ def _prompt(line: bytes, where: str, system: str | None) -> Prompt:
         raise DataError(f"{where}: the line is empty")
     try:
         record = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{where} is not JSON: {error}") from error
     if not isinstance(record, dict):
         raise DataError(f'{where} must be an object with a "prompt", not {_kind(record)}')

@@ -24,7 +24,8 @@ from safetensors import SafetensorError
 from headrace.channel.heartbeats import Stop
 from headrace.channel.turns import FILE as TURNS
 from headrace.channel.turns import TrainerTurns
-from headrace.channel.worker_link import Incoming, WorkerLink, vital_thread
+from headrace.channel.vital import vital_thread
+from headrace.channel.worker_link import Incoming, WorkerLink
 from headrace.config.schema import Config, LoraConfig, TrainingConfig
 from headrace.delivery.base import Manifest, Score, canary_sequence
 from headrace.delivery.digest import digest_as

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from headrace.channel.events import Died, Events
-from headrace.channel.worker_link import EXIT_LOST, WorkerLink
+from headrace.channel.vital import EXIT_LOST
+from headrace.channel.worker_link import WorkerLink
 from headrace.cluster import supervision
 from headrace.cluster.base import EXIT_USER_ERROR
 from headrace.cluster.launchers.base import Exit, WorkerSpec

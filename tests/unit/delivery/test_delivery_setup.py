@@ -30,10 +30,11 @@ def test_auto_takes_cuda_ipc_where_both_sides_are_on_a_gpu(tmp_path: Path):
     assert configured.transport == "nccl"
 
 
-def test_keys_are_made_only_beyond_the_host_and_removed_at_the_end(tmp_path: Path):
-    prepare(DeliveryConfig(transport="tcp"), tmp_path)
+@pytest.mark.parametrize("bind", ["127.0.0.1", "203.0.113.1"])
+def test_keys_are_made_for_the_transport_that_uses_them_and_removed_at_the_end(tmp_path: Path, bind: str):
+    prepare(DeliveryConfig(transport="shm"), tmp_path)
     assert list(tmp_path.iterdir()) == []
-    config = DeliveryConfig(transport="tcp", bind="203.0.113.1")
+    config = DeliveryConfig(transport="tcp", bind=bind)
     with pytest.raises(DeliveryError, match=r"delivery\.keys, cannot be read"):
         make_sender(config, tmp_path)
     prepare(config, tmp_path)

@@ -241,6 +241,24 @@ def test_a_location_in_the_clear_beyond_the_host_is_refused(source: TcpSource):
             source.open(nonsense, 1, PLAN.entries)
 
 
+def test_friction_45_on_loopback_nothing_is_served_without_the_keys_of_the_run(tmp_path: Path):
+    keys, others = tmp_path / "delivery.keys", tmp_path / "others.keys"
+    make_keys(keys)
+    make_keys(others)
+    sender = TcpSender(keys=keys)
+    location = sender.write(1, PLAN, WEIGHTS)
+    assert location.startswith("tcp://127.0.0.1:")
+    for stranger in (TcpSource(), TcpSource(keys=others), TcpSource(keys=tmp_path / "none")):
+        with pytest.raises(DeliveryError, match="refused: the keys of the run are needed"):
+            stranger.open(location, 1, PLAN.entries)
+        stranger.close()
+    source = TcpSource(keys=keys)
+    assert torch.equal(source.open(location, 1, PLAN.entries)["w"], WEIGHTS["w"])
+    source.verify(location, 1)
+    source.close()
+    sender.close()
+
+
 def test_with_the_keys_of_the_run_weights_arrive(beyond: None, tmp_path: Path):
     keys = tmp_path / "delivery.keys"
     make_keys(keys)
@@ -282,7 +300,7 @@ def test_the_bytes_on_the_wire_are_not_the_weights(monkeypatch: pytest.MonkeyPat
     make_keys(keys)
     for encrypted in (True, False):
         monkeypatch.setattr(tcp_server, "is_loopback", lambda address, encrypted=encrypted: not encrypted)
-        sender = TcpSender(keys=keys)
+        sender = TcpSender(keys=keys if encrypted else None)
         location = sender.write(1, PLAN, WEIGHTS)
         seen = bytearray()
         listener = socket.create_server(("127.0.0.1", 0))

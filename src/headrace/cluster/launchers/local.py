@@ -19,10 +19,11 @@ import msgspec
 from headrace.cluster.launchers.base import Exit, Launcher, WorkerSpec
 from headrace.cluster.launchers.fork_server import ROOM, Kill, Start, WorkerEnded
 from headrace.config import Config
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, one_line
 from headrace.reference import call_factory, import_function
 
 LAST_LINES = 12
+LAST_BYTES = 1 << 16
 KILL_SECONDS = 5.0
 SHARED = "HEADRACE_FORK_SERVER"
 """This variable names the socket of a process that gives every launcher a loaded fork server."""
@@ -39,11 +40,24 @@ class _HostLauncher:
         self._environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", **(environment or {})}
         self._logs: dict[str, tuple[Path, int]] = {}
         """Worker -> its log, and how many bytes of it are of earlier starts."""
-        self._exits: asyncio.Queue[Exit] = asyncio.Queue()
+        self._exits: asyncio.Queue[Exit | BaseException] = asyncio.Queue()
 
     async def next_exit(self) -> Exit:
-        """See `Launcher.next_exit`."""
-        return await self._exits.get()
+        """See `Launcher.next_exit`. Raises the error of a task that watches workers, because it would miss an exit."""
+        found = await self._exits.get()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def _own(self, watcher: asyncio.Task[None]) -> asyncio.Task[None]:
+        """Have `next_exit` raise the error that ends this task, if one does."""
+
+        def ended(watcher: asyncio.Task[None]) -> None:
+            if not watcher.cancelled() and (error := watcher.exception()) is not None:
+                self._exits.put_nowait(error)
+
+        watcher.add_done_callback(ended)
+        return watcher
 
     def _log(self, spec: WorkerSpec) -> Path:
         logs = Path(spec.run_dir) / "logs"
@@ -69,7 +83,8 @@ class LocalLauncher(_HostLauncher):
         command = [sys.executable, "-m", "headrace.cluster.worker_main", *spec.arguments]
         process = await _spawn(command, log, {**self._environment, **spec.environment, "PYTHONUNBUFFERED": "1"})
         self._processes[spec.name] = process
-        self._watchers.append(asyncio.create_task(self._watch(spec.name, process), name=f"watch {spec.name}"))
+        watcher = asyncio.create_task(self._watch(spec.name, process), name=f"watch {spec.name}")
+        self._watchers.append(self._own(watcher))
 
     def kill(self, name: str) -> None:
         """See `Launcher.kill`."""
@@ -154,7 +169,7 @@ class ForkedLauncher(_HostLauncher):
             with theirs:
                 self._process = await _spawn(command, log, environment, theirs.fileno())
             reader, self._server = await asyncio.open_unix_connection(sock=ours)
-        self._listener = asyncio.create_task(self._listen(reader, log), name="listen to the fork server")
+        self._listener = self._own(asyncio.create_task(self._listen(reader, log), name="listen to the fork server"))
 
     def _send(self, message: Start | Kill) -> None:
         """Send a command. The fork server carries it out as soon as it has loaded its libraries."""
@@ -241,5 +256,9 @@ def _size(log: Path) -> int:
 
 def _last_lines(log: Path, start: int = 0) -> str:
     """Return the last lines of a log, of those after its first `start` bytes."""
-    text = log.read_bytes()[start:].decode(errors="replace") if log.is_file() else ""
-    return "\n".join(text.strip().splitlines()[-LAST_LINES:])
+    if not log.is_file():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(start, file.seek(0, os.SEEK_END) - LAST_BYTES))
+        text = file.read().decode(errors="replace")
+    return "\n".join(one_line(line) for line in text.strip().splitlines()[-LAST_LINES:])

@@ -58,7 +58,7 @@ class SenderSettings:
     bind: str = "127.0.0.1"
     """The address to listen on."""
     keys: Path | None = None
-    """The file with the keys of the run. It exists if the transport `uses_keys` and `bind` is not loopback."""
+    """The file with the keys of the run. It exists if the transport `uses_keys`."""
     device: str = "cpu"
     """The device of the trainer's weights."""
     receivers: int = 1

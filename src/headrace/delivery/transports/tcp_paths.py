@@ -1,9 +1,9 @@
 """The two byte paths of the `tcp` transport. Every wait of a client has a deadline.
 
-On loopback, plain sockets carry bytes from the served memory directly into the memory to fill. Where the served memory
-is also a file, the kernel sends its pages without copying them first. A message is the lengths of its header and its
-bytes, then the header, then the bytes. Every connection has its own server thread, so a client that sends nonsense or
-does not read cannot disturb other clients.
+On loopback, plain sockets carry bytes from the served memory directly into the memory to fill, and every request
+carries a key that only processes of the run know. Where the served memory is also a file, the kernel sends its pages
+without copying them first. A message is the lengths of its header and its bytes, then the header, then the bytes. Every
+connection has its own server thread, so a client that sends nonsense or does not read cannot disturb other clients.
 
 Beyond loopback, ZeroMQ's CURVE encrypts every byte and authenticates both ends with the keys of the run. Nothing that a
 client sends can end the thread that answers.
@@ -27,7 +27,16 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from headrace.delivery.transports.tcp_wire import MemorySlice, ReadReply, ReadRequest, RunKeys, TcpLocation, read_keys
+from headrace.channel.vital import vital_thread
+from headrace.delivery.transports.tcp_wire import (
+    MemorySlice,
+    ReadReply,
+    ReadRequest,
+    RunKeys,
+    TcpLocation,
+    loopback_key,
+    read_keys,
+)
 from headrace.errors import DeadlineError, DeliveryError
 
 RECONNECT_SECONDS = 0.1
@@ -129,7 +138,10 @@ def serve(bind: str, keys: RunKeys | None, respond: Respond) -> ByteServer:
 
 def connect(location: TcpLocation, keys: Path | None) -> Connection:
     """Begin to connect to a server; `keys` is the file with the keys of the run, for a server that encrypts."""
-    return _CurveConnection(location, keys) if location.encrypted else PlainConnection(location)
+    if location.encrypted:
+        return _CurveConnection(location, keys)
+    key = loopback_key(read_keys(keys), location.port) if keys is not None and keys.is_file() else ""
+    return PlainConnection(location, key)
 
 
 class _PlainServer(ByteServer):
@@ -142,7 +154,7 @@ class _PlainServer(ByteServer):
         self._bind = bind
         self._listener = socket.create_server((bind, 0), family=socket.AF_INET6 if ":" in bind else socket.AF_INET)
         self._port = int(self._listener.getsockname()[1])
-        self._thread = threading.Thread(target=self._accept, name="weights", daemon=True)
+        self._thread = vital_thread(self._accept, name="weights")
         self._thread.start()
 
     def close(self) -> None:
@@ -195,8 +207,9 @@ class _PlainServer(ByteServer):
 class PlainConnection(Connection):
     """A connection through plain sockets; see `Connection`."""
 
-    def __init__(self, location: TcpLocation) -> None:
+    def __init__(self, location: TcpLocation, key: str = "") -> None:
         super().__init__(location)
+        self._key = key
         self._address = (location.host.strip("[]"), location.port)
         self._connection: socket.socket | None = None
 
@@ -206,7 +219,7 @@ class PlainConnection(Connection):
             if self._connection is None:
                 self._connection = socket.create_connection(self._address, timeout=RECONNECT_SECONDS)
                 _tune(self._connection)
-            _send(self._connection, msgspec.msgpack.encode(ask))
+            _send(self._connection, msgspec.msgpack.encode(msgspec.structs.replace(ask, key=self._key)))
 
     def receive(self, patience: float, into: Into) -> ReadReply | None:
         """See `Connection.receive`."""
@@ -311,7 +324,7 @@ class _CurveServer(ByteServer):
             self._end_context()
             raise OSError(error.errno, error.strerror) from error
         self._port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self._thread = threading.Thread(target=self._serve, name="weights", daemon=True)
+        self._thread = vital_thread(self._serve, name="weights")
         self._thread.start()
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ the run; this is what a child must know before it asks, and a relay before it se
 made after the start of the run. An encrypted version is never fetched from a relay that does not encrypt.
 """
 
+import hmac
 import mmap
 import os
 import socket
@@ -43,6 +44,7 @@ from headrace.delivery.transports.tcp_wire import (
     RunKeys,
     TcpLocation,
     is_loopback,
+    loopback_key,
     read_keys,
 )
 from headrace.errors import ConfigError, DeliveryError
@@ -105,13 +107,27 @@ class _Place:
 class _WeightServer:
     """Answers requests for the bytes in its places, from its creation until it is closed."""
 
-    def __init__(self, places: Sequence[_Place], bind: str, keys: RunKeys | None) -> None:
+    def __init__(self, places: Sequence[_Place], bind: str, keys: RunKeys | None, *, encrypt: bool) -> None:
         self.sent_bytes = 0
         """The bytes of weights that this server has sent since it was made."""
         self._held = places
         self._lock = threading.Lock()
         # A lambda looks up `respond` at every request, so that it may be wrapped while the server runs.
-        self._server = serve(bind, keys, lambda frames: self.respond(frames))
+        self._key = ""
+        self._server = serve(bind, keys if encrypt else None, lambda frames: self._checked(frames))
+        if keys is not None and not encrypt:
+            self._key = loopback_key(keys, self._server.location(0).port)
+
+    def _checked(self, frames: list[bytes]) -> list[Any]:
+        """Answer one request if it has the key of this port. Requests beyond loopback need none."""
+        if self._key:
+            try:
+                ask = msgspec.msgpack.decode(frames[0], type=ReadRequest)
+            except (IndexError, msgspec.DecodeError):
+                return refusal("this is not a request for weights")
+            if not hmac.compare_digest(ask.key.encode(), self._key.encode()):
+                return refusal("the keys of the run are needed", ask)
+        return self.respond(frames)
 
     def respond(self, frames: list[bytes]) -> list[Any]:
         """Answer one request in a thread of the server; see `Respond`. In a tree, the reply says from whom to fetch."""
@@ -141,15 +157,15 @@ class TcpSender(PlacedSender, _WeightServer):
     def __init__(self, *, bind: str = "127.0.0.1", keys: Path | None = None, receivers: int = 1) -> None:
         """Start the server on `bind`, an address of this host.
 
-        If that is not loopback, `keys` must be the file with the keys of the run. `receivers` is the number of engines
-        that fetch each version; more than `TREE_ABOVE` engines form a tree.
+        `keys` is the file with the keys of the run; only a server on loopback may do without. `receivers` is the number
+        of engines that fetch each version; more than `TREE_ABOVE` engines form a tree.
         """
         PlacedSender.__init__(self, "snapshot")
         self._snapshots = [_Place() for _ in range(LIMIT)]
         self._sequence = 0
-        run_keys = None if is_loopback(bind) else read_keys(keys)
+        run_keys = None if keys is None and is_loopback(bind) else read_keys(keys)
         try:
-            _WeightServer.__init__(self, self._snapshots, bind, run_keys)
+            _WeightServer.__init__(self, self._snapshots, bind, run_keys, encrypt=not is_loopback(bind))
         except OSError as error:
             raise ConfigError(f"[delivery] bind: cannot listen on {bind}: {error.strerror}") from error
         tree = receivers > TREE_ABOVE
@@ -260,7 +276,8 @@ class Relay(_WeightServer):
         self._place = _Place()
         address = _own_address(trainer)
         try:
-            super().__init__([self._place], address, read_keys(keys) if trainer.encrypted else None)
+            run_keys = read_keys(keys) if trainer.encrypted or (keys is not None and keys.is_file()) else None
+            super().__init__([self._place], address, run_keys, encrypt=trainer.encrypted)
         except OSError as error:
             raise DeliveryError(f"cannot listen on {address}: {error.strerror}") from error
         self.location = str(self._server.location(0))

@@ -2,11 +2,12 @@
 
 A client requests byte ranges of one version, and a server replies or refuses. A request for bytes names everything that
 it depends on, so a server keeps no state for it: a client that dies or asks again changes nothing for other clients.
-The keys of a run are in one file of the run directory: only a process that can read this file may fetch the weights
-from another host. The file is made when a run starts and removed when the run ends. This module does not import torch,
-because the controller makes the file.
+The keys of a run are in one file of the run directory: only a process that can read this file may fetch the weights,
+on the same host too. The file is made when a run starts and removed when the run ends. This module does not import
+torch, because the controller makes the file.
 """
 
+import hashlib
 import ipaddress
 import os
 import re
@@ -45,6 +46,8 @@ class ReadRequest(msgspec.Struct, frozen=True, array_like=True):
     """In a tree: the location where this engine now serves the version to others."""
     lost: str = ""
     """In a tree: the location of an offer that failed or was wrong."""
+    key: str = ""
+    """On loopback: what `loopback_key` returns for the server's port."""
 
 
 class ReadReply(msgspec.Struct, frozen=True, array_like=True):
@@ -129,6 +132,14 @@ class RunKeys(msgspec.Struct, frozen=True, kw_only=True):
     server_secret: str
     client_public: str
     client_secret: str
+
+
+def loopback_key(keys: RunKeys, port: int) -> str:
+    """Return what a client on this host must know to be served from this port.
+
+    It is worth nothing at another port, so that nobody who takes over a port that became free learns anything.
+    """
+    return hashlib.blake2b(str(port).encode(), key=keys.client_secret.encode(), digest_size=16).hexdigest()
 
 
 def make_keys(path: Path) -> RunKeys:

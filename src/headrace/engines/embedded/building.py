@@ -17,7 +17,8 @@ from headrace.channel.codec import Message
 from headrace.channel.heartbeats import Stop
 from headrace.channel.turns import FILE as TURNS
 from headrace.channel.turns import EngineTurns
-from headrace.channel.worker_link import Incoming, WorkerLink, vital_thread
+from headrace.channel.vital import vital_thread
+from headrace.channel.worker_link import Incoming, WorkerLink
 from headrace.config.memory import MARGIN_BYTES, engine_share, longest_sequence, teacher_facts, trainer_memory
 from headrace.config.model_dir import model_facts
 from headrace.config.schema import Config, LoraConfig

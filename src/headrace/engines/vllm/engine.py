@@ -30,7 +30,7 @@ from headrace.engines.requests import first_stop, request_refusal
 from headrace.engines.streams import StreamedEngine
 from headrace.engines.vllm.client import AnswerPiece, Delivery, VllmClient
 from headrace.engines.vllm.server import NOISE
-from headrace.errors import ChannelError, DeadlineError, HttpError, UserError
+from headrace.errors import ChannelError, DeadlineError, HttpError, UserError, one_line
 from headrace.observe.spans import SpanRecorder
 from headrace.types import NO_VERSION, Float32Array, Int32Array
 from headrace_vllm_plugin.wire import TRUNCATION, Facts
@@ -238,6 +238,7 @@ class VllmEngine(StreamedEngine):
         task = asyncio.create_task(self.abort([request_id]), name=f"{self.name} abort")
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
+        task.add_done_callback(self._task_ended)
 
     def _pump(self) -> None:
         while self._waiting and len(self._running) < self._slots and self._may_run(self._waiting[0]):
@@ -247,9 +248,15 @@ class VllmEngine(StreamedEngine):
             sequence.server_id = f"{self._salt}-{self._attempts}"
             self._running[sequence.request.id] = sequence
             sequence.task = asyncio.create_task(self._run(sequence), name=f"{self.name} {sequence.request.id}")
+            sequence.task.add_done_callback(self._task_ended)
         self._mark_busy()
         self._changed.set()
         self._changed.clear()
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """Fail all requests if a task ended with an error that nothing here expects: its request would hang."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.lost(one_line(f"{self.name} failed: {type(error).__name__}: {error}"))
 
     def _mark_busy(self) -> None:
         """Record a span `decode` for the time in which any of our requests runs."""
