@@ -49,10 +49,10 @@ def sound(db: sqlite3.Connection, table: str) -> str:
     return f"(checksum IS NULL OR checksum = {_computed(db, table)})" if _has_checksums(db, table) else "TRUE"
 
 
-def damaged_rows(db: sqlite3.Connection, table: str, column: str) -> list[Any]:
+def damaged_rows(db: sqlite3.Connection, table: str, column: str, where: str = "TRUE", *given: Any) -> list[Any]:
     """Return a column of the rows of a table that are not as they were written, in order."""
-    sql = f"SELECT DISTINCT {column} FROM {table} WHERE NOT {sound(db, table)} ORDER BY 1"
-    return [found for (found,) in db.execute(sql)]
+    sql = f"SELECT DISTINCT {column} FROM {table} WHERE {where} AND NOT {sound(db, table)} ORDER BY 1"
+    return [found for (found,) in db.execute(sql, given)]
 
 
 def _has_checksums(db: sqlite3.Connection, table: str) -> bool:
