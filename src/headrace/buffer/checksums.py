@@ -36,32 +36,38 @@ def keep(db: sqlite3.Connection) -> None:
     for table in CHECKED:
         if not _has_checksums(db, table):
             db.execute(f"ALTER TABLE {table} ADD COLUMN checksum INTEGER")
-        for event in ("INSERT", "UPDATE"):
+        # A rollout that has only just begun has nothing to check yet.
+        for event in ("UPDATE",) if table == "rollouts" else ("INSERT", "UPDATE"):
             db.execute(
                 f"CREATE TEMP TRIGGER {table}_{event} AFTER {event} ON main.{table} BEGIN "
-                f"UPDATE {table} SET checksum = {_computed(table)} WHERE rowid = NEW.rowid; END"
+                f"UPDATE {table} SET checksum = {_computed(db, table)} WHERE rowid = NEW.rowid; END"
             )
 
 
 def sound(db: sqlite3.Connection, table: str) -> str:
     """Return the SQL condition that a row of a table is as it was written."""
-    return f"(checksum IS NULL OR checksum = {_computed(table)})" if _has_checksums(db, table) else "TRUE"
+    return f"(checksum IS NULL OR checksum = {_computed(db, table)})" if _has_checksums(db, table) else "TRUE"
 
 
-def damaged_rows(db: sqlite3.Connection, table: str, column: str) -> list[Any]:
+def damaged_rows(db: sqlite3.Connection, table: str, column: str, where: str = "TRUE", *given: Any) -> list[Any]:
     """Return a column of the rows of a table that are not as they were written, in order."""
-    sql = f"SELECT DISTINCT {column} FROM {table} WHERE NOT {sound(db, table)} ORDER BY 1"
-    return [found for (found,) in db.execute(sql)]
+    sql = f"SELECT DISTINCT {column} FROM {table} WHERE {where} AND NOT {sound(db, table)} ORDER BY 1"
+    return [found for (found,) in db.execute(sql, given)]
 
 
 def _has_checksums(db: sqlite3.Connection, table: str) -> bool:
-    return "checksum" in {name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")}
+    return "checksum" in _types(db, table)
 
 
-def _computed(table: str) -> str:
+def _computed(db: sqlite3.Connection, table: str) -> str:
     # A damaged text may not be UTF-8, so texts are compared as bytes.
-    columns = (f"CASE typeof({name}) WHEN 'text' THEN CAST({name} AS BLOB) ELSE {name} END" for name in CHECKED[table])
+    types = _types(db, table)
+    columns = (f"CAST({name} AS BLOB)" if types[name] == "TEXT" else name for name in CHECKED[table])
     return f"row_checksum({', '.join(columns)})"
+
+
+def _types(db: sqlite3.Connection, table: str) -> dict[str, str]:
+    return {name: kind for _, name, kind, *_ in db.execute(f"PRAGMA table_info({table})")}
 
 
 def _checksum(*values: Any) -> int:

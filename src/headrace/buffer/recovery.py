@@ -219,10 +219,13 @@ def _partial(store: Store, lost: Lost, group_id: int, rollout_id: str) -> list[T
 def _fail_damaged_rows(store: Store, step: int, now: float) -> list[str]:
     """Fail the groups that a resumed run needs and whose rows are damaged. Return a line for each damaged table.
 
-    A step whose row is damaged cannot be trained again. Rows of what the checkpoint holds are only named.
+    A step whose row is damaged cannot be trained again. Rows of what the checkpoint holds are only named, and the rows
+    of its rollouts are not read: there may be millions.
     """
-    names = {"meta": "key", "versions": "id", "groups": "id", "rollouts": "group_id", "steps": "step"}
-    found = {table: damaged_rows(store.db, table, name) for table, name in names.items()}
+    names = {"meta": "key", "versions": "id", "groups": "id", "steps": "step", "rollouts": "group_id"}
+    found = {table: damaged_rows(store.db, table, name) for table, name in names.items() if table != "rollouts"}
+    needed = "group_id IN (SELECT id FROM groups WHERE state = 'in_flight' OR step > ?)"
+    found["rollouts"] = damaged_rows(store.db, "rollouts", names["rollouts"], needed, step)
     for group_id in {*found["groups"], *found["rollouts"]}:
         sql = "SELECT state IN ('trained', 'dropped', 'failed') AND COALESCE(step, 0) <= ? FROM groups WHERE id = ?"
         if store.db.execute(sql, (step, group_id)).fetchone() in ((0,), (None,)):
