@@ -20,8 +20,8 @@ OLD_RUN = ROOT / "tests/data/run_schema_2"
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        ("1" + "0" * 400, r"^\[run\] versions: a whole number has at most 64 bits, and this one has 1329$"),
-        ("-1" + "0" * 30, r"^\[run\] versions: a whole number has at most 64 bits"),
+        ("1" + "0" * 400, r"^\[run\] versions: a whole number of 1329 bits is too large$"),
+        ("-1" + "0" * 30, r"^\[run\] versions: a whole number of 100 bits is too large"),
         ("1" + "0" * 5000, "not TOML: Exceeds the limit"),
         ("[" * 5000 + "]" * 5000, "not TOML: maximum recursion depth"),
     ],

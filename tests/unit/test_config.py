@@ -104,7 +104,8 @@ def test_keys_are_pinned() -> None:
         ("buffer.depth=-1", "[buffer] depth: expected `int` >= 0 (one of: a number, unbounded)"),
         ("buffer.depth=many", "[buffer] depth: invalid enum value 'many' (one of: a number, unbounded)"),
         ("buffer.oversample=0.5", "[buffer] oversample: expected `float` >= 1.0"),
-        ("scoring.workers=9223372036854775808", "[scoring] workers: expected `int` <= 4096"),
+        ("scoring.workers=9223372036854775808", "[scoring] workers: a whole number of 64 bits is too large"),
+        ("scoring.workers=4097", "[scoring] workers: expected `int` <= 4096"),
         (
             'buffer.filter=["long"]',
             "[buffer] filter.0: invalid enum value 'long' (one of: zero_variance, overlong)",

@@ -50,7 +50,7 @@ OWNERS = {
     "headrace/gateway/completions.py:Completions._draw": AWAITED,
     "headrace/gateway/gateway.py:Gateway.listen": "`Gateway.watch` raises its error, which ends the process.",
     "headrace/observe/metrics.py:_Feed.__init__": "The tracker is switched off, with a line.",
-    "headrace/pipeline/episodes.py:Evaluations.evaluate": AWAITED,
+    "headrace/pipeline/episodes.py:Evaluations._evaluated": AWAITED,
     "headrace/rollouts/base.py:AnyEpisode.interruptible": AWAITED,
     "headrace/scoring/base.py:Stage._scores": AWAITED,
     "headrace/scoring/rewards.py:ThreadScorer._ask": "The judgement fails, at the latest at its deadline.",

@@ -133,7 +133,7 @@ def _check_finite(section: str, value: Any, *keys: str) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{where}: {value} is not a finite number")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ConfigError(f"{where}: a whole number has at most 64 bits, and this one has {value.bit_length()}")
+        raise ConfigError(f"{where}: a whole number of {value.bit_length()} bits is too large")
     inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, each in inner:
         _check_finite(section, each, *keys, str(key))
