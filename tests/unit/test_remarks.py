@@ -56,16 +56,22 @@ def test_friction_52_routing_is_said_not_to_apply_to_agents() -> None:
 
 
 def test_friction_58_check_says_the_dtypes_of_engines_and_trainer() -> None:
-    both = checked("training.device=cuda")
+    other = "training.compute_dtype=bfloat16"
+    both = checked(other)
     assert both["dtypes"] == {"engine": "float32", "trainer": "bfloat16"}
     (line,) = both["remarks"]
     assert line.startswith("[model] dtype: engines sample in float32") and 'dtype = "bfloat16"' in line
-    for settings in (["model.dtype=bfloat16"], ["training.compute_dtype=float32"]):
-        assert checked("training.device=cuda", *settings)["remarks"] == []
+    assert checked(other, "model.dtype=bfloat16")["remarks"] == []
     assert checked("training.device=cpu")["dtypes"] == {"engine": "float32", "trainer": "float32"}
-    shown = CliRunner().invoke(app, ["check", QUICKSTART, "--set", "training.device=cuda"]).output
+    shown = CliRunner().invoke(app, ["check", QUICKSTART, "--set", other]).output
     assert "dtypes      engines serve in float32, the trainer computes in bfloat16\n" in shown
     assert "note        [model] dtype: " in shown
+
+
+def test_friction_58_the_defaults_on_a_gpu_are_remarked() -> None:
+    (line,) = said("training.device=cuda")
+    assert line.startswith("[model] dtype: engines sample in float32")
+    assert said("training.device=cuda", "training.compute_dtype=float32") == []
 
 
 def test_friction_59_several_answers_at_temperature_0_are_remarked() -> None:
