@@ -19,6 +19,7 @@ from headrace.channel.vital import EXIT_LOST
 from headrace.channel.worker_link import WorkerLink
 from headrace.cluster import supervision
 from headrace.cluster.launchers.base import Exit, WorkerSpec
+from headrace.cluster.placement import Place
 from headrace.cluster.supervision import Fleet
 from headrace.delivery.base import Proof
 from headrace.engines.base import Delta, Request, Sampling, failed_delta
@@ -169,7 +170,7 @@ async def test_friction_33_a_worker_whose_messages_cannot_be_read_is_started_aga
 ) -> None:
     monkeypatch.setattr(supervision, "FIRST_PAUSE", 0.01)
     launcher, events = Played(), Events()
-    fleet = Fleet(launcher, tmp_path, [("worker", 0)], events, {WORKER: 3})
+    fleet = Fleet(launcher, tmp_path, [Place(role="worker", rank=0, host="localhost")], events, {WORKER: 3})
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, WORKER.encode())
@@ -196,7 +197,7 @@ async def test_friction_33_a_worker_whose_messages_cannot_be_read_is_started_aga
 
 async def test_a_worker_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
     launcher = Played()
-    fleet = Fleet(launcher, tmp_path, [("worker", 0)], Events())
+    fleet = Fleet(launcher, tmp_path, [Place(role="worker", rank=0, host="localhost")], Events())
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, WORKER.encode())
