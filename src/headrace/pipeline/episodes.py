@@ -162,10 +162,11 @@ class Evaluations:
         try:
             async with limit:
                 while not await self._evaluated(moment, version, prompts):
-                    before, version = version, await self._newest(moment)
-                    if version not in (before, NO_VERSION):
-                        why = f"no engine holds it any more; version {version} is evaluated in its place"
-                        recorder.evaluation_skipped(before, moment, why)
+                    newest = await self._newest(moment)
+                    if newest not in (version, NO_VERSION):
+                        why = f"no engine holds it any more; version {newest} is evaluated in its place"
+                        recorder.evaluation_skipped(version, moment, why)
+                        version = newest
         except TimeoutError:
             if not limit.expired():
                 raise
