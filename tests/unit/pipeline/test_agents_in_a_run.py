@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -14,6 +15,7 @@ import pytest
 from controller_parts import FakeRun
 from openai import APIError, APIStatusError, AsyncOpenAI
 
+from headrace.buffer.reader import open_readonly
 from headrace.channel.events import Died, Returned
 from headrace.errors import HeadraceError, PeerDied
 from headrace.gateway.base import GATEWAY_DIED
@@ -66,6 +68,27 @@ async def serve_agents(relay: Relay, *, deaf: int, took: list[str] | None = None
                     await two_turns(relay, session)
                 except APIStatusError:
                     return
+
+
+async def test_friction_49_agents_are_evaluated_on_one_version_and_54_trained_at_their_temperature(
+    tmp_path: Path,
+) -> None:
+    settings = ["run.versions=4", "evaluate.prompts=3", "evaluate.every=2", "rollouts.temperature=0.5"]
+    run = FakeRun(tmp_path, *settings, "rollouts.max_tokens=40", engine={"lengths": [3, 5]}, heldout=3)
+    async with with_gateway(run, seconds=20.0) as relay:
+        agents = [asyncio.create_task(serve_agents(relay, deaf=10**6)) for _ in range(4)]
+        try:
+            await run.run()
+        finally:
+            for agent in agents:
+                agent.cancel()
+    rows = run.journal("SELECT version, versions FROM evaluations ORDER BY started")
+    assert [row["version"] for row in rows] == [0, 2, 4]
+    assert [list(json.loads(row["versions"])) for row in rows] == [["0"], ["2"], ["4"]]
+    assert [(batch.temperature, batch.temperatures) for batch in run.trainer.batches] == [(0.5, None)] * 4
+    with open_readonly(run.path / "journal.db") as journal:
+        [first, *_] = journal.trained_groups(1)
+    assert {temperature for _, temperature in first.rollouts[0].traces[0].temperatures} == {0.5}
 
 
 async def test_sessions_are_trained_and_those_without_a_reward_fail_in_the_ledger(tmp_path: Path) -> None:
