@@ -69,17 +69,14 @@ class Run:
     def model_dir(self) -> Path:
         """The directory of the newest checkpoint, for `from_pretrained`; for peft's too if an adapter was trained."""
         from headrace.buffer.reader import open_readonly
-        from headrace.training.checkpoints.base import is_sharded
+        from headrace.training.checkpoints.base import refuse_pickled
 
         with open_readonly(self.path / "journal.db") as journal:
             checkpoint = journal.meta().get("checkpoint")
         if checkpoint is None:
             raise UserError(f"{self.path} has no checkpoint yet")
         path = Path(checkpoint["path"])
-        if is_sharded(path):
-            from headrace.training.checkpoints.export import consolidate
-
-            consolidate(path)
+        refuse_pickled(path)
         return path
 
     def rollouts(self, where: str = "TRUE") -> Iterator[Rollout]:
