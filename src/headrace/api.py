@@ -69,7 +69,7 @@ class Run:
     def model_dir(self) -> Path:
         """The directory of the newest checkpoint, for `from_pretrained`; for peft's too if an adapter was trained."""
         from headrace.buffer.reader import open_readonly
-        from headrace.training.checkpoints.base import is_sharded
+        from headrace.training.checkpoints.base import refuse_pickled
 
         with open_readonly(self.path / "journal.db") as journal:
             checkpoint = journal.meta().get("checkpoint")
@@ -79,10 +79,7 @@ class Run:
         path = self.path / "checkpoints" / Path(checkpoint["path"]).name
         if not path.is_dir():
             raise UserError(f"{path}, the newest checkpoint of the run, is gone")
-        if is_sharded(path):
-            from headrace.training.checkpoints.export import consolidate
-
-            consolidate(path)
+        refuse_pickled(path)
         return path
 
     def rollouts(self, where: str = "TRUE") -> Iterator[Rollout]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import torch
+from safetensors.torch import load_file, save_file
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "training"))
 
@@ -141,6 +142,26 @@ def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     }
 
 
+def tell_tensors(ranks: Ranks, path: Path, found: dict[str, Any]) -> None:
+    """Write what this rank found: tensors, and dicts of tensors."""
+    flat = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    for name in found.keys() - flat.keys():
+        flat |= {f"{name}/{key}": tensor.contiguous() for key, tensor in found[name].items()}
+    save_file(flat, path / f"rank-{ranks.rank}.tensors")
+
+
+def read_tensors(file: Path) -> dict[str, Any]:
+    """Return what a rank wrote with `tell_tensors`."""
+    found: dict[str, Any] = {"weights": {}}
+    for name, tensor in load_file(file).items():
+        kind, slash, key = name.partition("/")
+        if slash:
+            found[kind][key] = tensor
+        else:
+            found[name] = tensor
+    return found
+
+
 def train_and_tell(ranks: Ranks, path: Path, model_path: Path, steps: int, case: Case = PLAIN) -> None:
     trainer = make_trainer(model_path, ranks, case)
     result = train(trainer, 0, steps, case)
@@ -155,7 +176,7 @@ def train_and_tell(ranks: Ranks, path: Path, model_path: Path, steps: int, case:
     with AllDouble():
         scores = trainer.score(CANARY)
     (path / f"result-{ranks.rank}.json").write_bytes(msgspec.json.encode(result))
-    torch.save({"weights": after, "scores": torch.from_numpy(scores)}, path / f"rank-{ranks.rank}.pt")
+    tell_tensors(ranks, path, {"weights": after, "scores": torch.from_numpy(scores)})
 
 
 def train_and_save(
@@ -177,7 +198,7 @@ def load_and_train(
     trainer.load(checkpoint)
     result = train(trainer, first, last, case)
     (path / f"result-{ranks.rank}.json").write_bytes(msgspec.json.encode(result))
-    torch.save({"weights": whole_weights(trainer)}, path / f"rank-{ranks.rank}.pt")
+    tell_tensors(ranks, path, {"weights": whole_weights(trainer)})
 
 
 def load_and_save(
@@ -187,7 +208,7 @@ def load_and_save(
     trainer.load(checkpoint)
     result = train(trainer, first, last)
     (path / f"result-{ranks.rank}.json").write_bytes(msgspec.json.encode(result))
-    torch.save({}, path / f"rank-{ranks.rank}.pt")
+    tell_tensors(ranks, path, {})
     trainer.save(directory, source=model_path)
     trainer.close()
     ranks.meet()
@@ -200,7 +221,7 @@ def publish(ranks: Ranks, path: Path, model_path: Path, transport: str, told: An
     together = TrainerRanks(ranks.publishing, ranks.coordinate)
     publisher = Publisher(end, "float32", 1e-3, CANARY, deadline=30, ranks=together)
     manifest = publisher.publish(3, 2, 1, trainer.weights(), trainer.score).result(timeout=120)
-    torch.save(whole_weights(trainer), path / f"rank-{ranks.rank}.pt")
+    tell_tensors(ranks, path, {"weights": whole_weights(trainer)})
     assert publisher.announces == (ranks.rank == 0)
     if publisher.announces:
         told.put([bytes(frame) for frame in encode(manifest)])

@@ -9,13 +9,23 @@ import msgspec
 import pytest
 import torch
 from peft import PeftModel
-from rank_cases import TRAINING, AllDouble, Result, model_dir, on_ranks, train, whole_weights
+from rank_cases import (
+    TRAINING,
+    AllDouble,
+    Result,
+    model_dir,
+    on_ranks,
+    read_tensors,
+    tell_tensors,
+    train,
+    whole_weights,
+)
 from runs import QUICKSTART, headrace, small_settings
 from transformers import AutoModelForCausalLM
 
 from headrace.config.schema import AlgorithmConfig, LoraConfig, WarmStartConfig
 from headrace.models.loading import load_model
-from headrace.training.checkpoints.base import is_sharded, latest
+from headrace.training.checkpoints.base import latest
 from headrace.training.lora import TrainedAdapter
 from headrace.training.ranks import Ranks
 from headrace.training.serving import prepare_model
@@ -60,7 +70,7 @@ def go_on(ranks: Ranks, path: Path, model_path: Path, checkpoint: Path) -> None:
 
 def tell(path: Path, ranks: Ranks, trainer: Trainer, result: Result) -> None:
     (path / f"result-{ranks.rank}.json").write_bytes(msgspec.json.encode(result))
-    torch.save(whole_weights(trainer), path / f"rank-{ranks.rank}.pt")
+    tell_tensors(ranks, path, {"weights": whole_weights(trainer)})
     trainer.close()
     ranks.meet()
 
@@ -69,7 +79,7 @@ def assert_told(path: Path, ranks: int, losses: list[float], weights: dict[str, 
     for rank in range(ranks):
         result = msgspec.json.decode((path / f"result-{rank}.json").read_bytes(), type=Result)
         assert result.losses == pytest.approx(losses, rel=0, abs=TOLERANCE)
-        found = torch.load(path / f"rank-{rank}.pt")
+        found = read_tensors(path / f"rank-{rank}.tensors")["weights"]
         assert found.keys() == weights.keys()
         for name, tensor in weights.items():
             torch.testing.assert_close(found[name], tensor, rtol=0, atol=TOLERANCE, msg=name)
@@ -85,7 +95,7 @@ def test_ranks_train_the_adapter_that_one_rank_trains(tmp_path: Path) -> None:
     on_ranks(tmp_path / "two", 2, 1, begin_and_save, path, tmp_path / "checkpoints")
     assert_told(tmp_path / "two", 2, losses, alone.weights())
     saved = latest(tmp_path / "checkpoints")
-    assert saved is not None and not is_sharded(saved)
+    assert saved is not None
     on_ranks(tmp_path / "four", 4, 1, go_on, path, saved)
     assert_told(tmp_path / "four", 4, losses[3:], alone.weights())
 

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from rank_cases import model_dir, publish, start_ranks
+from rank_cases import model_dir, publish, read_tensors, start_ranks
 
 from headrace.channel.codec import decode
 from headrace.delivery.base import Manifest
@@ -32,7 +32,7 @@ def published(path: Path, ranks: int, tensor_parallel: int, transport: str = "sh
     started = start_ranks(path / "ranks", ranks, tensor_parallel, publish, model_path, transport, told, done)
     try:
         manifest = decode(Manifest, told.get(timeout=200))
-        yield manifest, model_path, torch.load(path / "ranks" / "rank-0.pt")
+        yield manifest, model_path, read_tensors(path / "ranks" / "rank-0.tensors")["weights"]
     finally:
         done.set()
         for process in started:

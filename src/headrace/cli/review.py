@@ -152,6 +152,25 @@ def export(
     typer.echo(json.dumps(found) if as_json else f"{chosen.name} as {to} in {written}")
 
 
+def convert(run_dir: RunPath, as_json: AsJson = False) -> None:
+    """Write checkpoints anew that an older version wrote with several ranks, as shards with a pickled index."""
+    from headrace.buffer.store import lock_run
+    from headrace.run_dir import RunDir
+    from headrace.training.checkpoints.base import pickled
+
+    paths, _ = RunDir.open(run_dir)
+    old = pickled(paths.checkpoints)
+    kept: dict[str, str] = {}
+    if old:
+        from headrace.training.checkpoints.convert import convert_checkpoint
+
+        typer.echo("the pickled index is read without executing anything in it", err=True)
+        with lock_run(paths.journal):
+            kept = {checkpoint.name: convert_checkpoint(checkpoint).name for checkpoint in old}
+    lines = [f"{name} is written anew in safetensors; the old one is kept as {aside}" for name, aside in kept.items()]
+    typer.echo(json.dumps(kept) if as_json else "\n".join(lines) or f"{paths.path}: no checkpoint has to be converted")
+
+
 def _choose(checkpoints: Path, name: str | None) -> Path:
     from headrace.training.checkpoints.base import by_name, latest
 

@@ -15,7 +15,7 @@ from msgspec.json import decode
 from headrace.errors import ModelError, one_line
 
 SHARDS = Path("trainer") / "shards"
-"""The folder in which a checkpoint of several ranks keeps the shards of weights and optimizer."""
+"""The folder in which checkpoints of an older version keep the shards of several ranks, with a pickled index."""
 
 
 TOKENIZER = "tokenizer.json"
@@ -74,9 +74,7 @@ def check_model_dir(path: Path, weights: str, *, tokenizer: bool = False, key: s
         raise ModelError(f"{key}: {error}") from error
     if weights == "load" and not any(path.glob("*.safetensors")):
         if (path / SHARDS).is_dir():
-            raise ModelError(
-                f"{key}: {path} is a checkpoint of several ranks (headrace export RUN_DIR --to hf makes a model of it)"
-            )
+            raise ModelError(f"{key}: {path} has shards with a pickled index (headrace convert RUN_DIR writes it anew)")
         raise ModelError(f'{key}: {path} has no *.safetensors weights (or set [model] weights = "random")')
     if tokenizer and not (path / TOKENIZER).is_file():
         raise ModelError(f"{key}: {path} has no {TOKENIZER}")

@@ -13,8 +13,7 @@ from headrace.delivery.digest import digest
 from headrace.errors import ModelError
 from headrace.models.loading import named_weights
 from headrace.models.lora import adapter_weights
-from headrace.training.checkpoints.base import base_of
-from headrace.training.checkpoints.export import consolidate
+from headrace.training.checkpoints.base import base_of, refuse_pickled
 from headrace.training.lora import ADAPTER_FILE
 from headrace.types import Float32Array, Int32Array, Kept
 
@@ -23,10 +22,11 @@ class PlainModel:
     """A model directory, or an adapter with its base model, loaded in the ordinary way."""
 
     def __init__(self, path: Path, dtype: str) -> None:
+        refuse_pickled(path)
         self._adapted = (path / ADAPTER_FILE).is_file()
         try:
             self._model: Any = AutoModelForCausalLM.from_pretrained(
-                base_of(path) if self._adapted else consolidate(path),
+                base_of(path) if self._adapted else path,
                 dtype=getattr(torch, dtype),
                 attn_implementation="eager",
             ).eval()

@@ -27,8 +27,7 @@ from typing import Any
 import msgspec
 
 from headrace.config.file_digests import SUMS, find_damage, sync, write_digests
-from headrace.config.model_dir import SHARDS as SHARDS
-from headrace.config.model_dir import read_header
+from headrace.config.model_dir import SHARDS, read_header
 from headrace.errors import ModelError, UserError
 from headrace.types import NO_VERSION
 
@@ -113,9 +112,21 @@ def read_state(checkpoint: Path) -> TrainerState:
     return record.state
 
 
-def is_sharded(checkpoint: Path) -> bool:
-    """Return whether the checkpoint's tensors are the shards of several ranks."""
+def is_pickled(checkpoint: Path) -> bool:
+    """Return whether the checkpoint is of an older version, which wrote shards of ranks with a pickled index."""
     return (checkpoint / SHARDS).is_dir()
+
+
+def refuse_pickled(checkpoint: Path) -> None:
+    """Raise a `UserError` for a checkpoint with a pickle. Reading a pickle can execute what a stranger wrote in it."""
+    if is_pickled(checkpoint):
+        run_dir = checkpoint.parent.parent
+        raise UserError(f"{checkpoint} has shards with a pickled index: `headrace convert {run_dir}` writes it anew")
+
+
+def pickled(directory: Path) -> list[Path]:
+    """Return the complete checkpoints that `headrace convert` must write anew."""
+    return [path for path in _complete(directory) if is_pickled(path)]
 
 
 def latest(directory: Path) -> Path | None:
@@ -133,9 +144,12 @@ def set_aside(directory: Path, last_step: int | None) -> list[str]:
     said = []
     for checkpoint in reversed(_named(directory)):
         if what := damage_of(checkpoint):
-            kept = _rename(checkpoint, "damaged")
+            kept = rename_aside(checkpoint, "damaged")
         elif last_step is not None and (step := read_state(checkpoint).policy_steps) > last_step:
-            kept, what = _rename(checkpoint, "ahead"), f"it is of step {step}, and the journal ends at step {last_step}"
+            kept, what = (
+                rename_aside(checkpoint, "ahead"),
+                f"it is of step {step}, and the journal ends at step {last_step}",
+            )
         else:
             if not (checkpoint / SUMS).exists():
                 said.append(f"{checkpoint.name} is of an older version and has no digests: only sizes were compared")
@@ -160,7 +174,8 @@ def damage_of(checkpoint: Path) -> str:
     return find_damage(checkpoint)
 
 
-def _rename(checkpoint: Path, why: str) -> Path:
+def rename_aside(checkpoint: Path, why: str) -> Path:
+    """Give a checkpoint a name under which nothing uses it, and return the new path."""
     kept, again = checkpoint.with_name(f"{why}-{checkpoint.name}"), 1
     while kept.exists():
         again += 1

@@ -1,4 +1,4 @@
-"""Checkpoints for other programs: a whole model for Hugging Face, an adapter for peft, or shards put together in place.
+"""Checkpoints for other programs: a whole model for Hugging Face, or an adapter for peft.
 
 The exported weights are those of the checkpoint, and no file of Headrace is left in the export but `SHA256SUMS`, the
 digests of its files. The directory is either there as a whole or not at all, and a damaged checkpoint is not exported.
@@ -13,9 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace.config.file_digests import SUMS, check_digests, sync, write_digests
 from headrace.errors import ModelError, UserError
-from headrace.models.loading import load_model, named_weights
-from headrace.training.checkpoints.base import base_of, copy_companions, damage_of, is_sharded
-from headrace.training.checkpoints.saving import WEIGHTS, read_shards
+from headrace.training.checkpoints.base import base_of, copy_companions, damage_of, refuse_pickled
 from headrace.training.lora import ADAPTER_FILE
 
 Format = Literal["hf", "peft"]
@@ -24,8 +22,9 @@ Format = Literal["hf", "peft"]
 def export_checkpoint(checkpoint: Path, out: Path, to: Format) -> Path:
     """Write a checkpoint as `hf` or as `peft` into a new directory, and return the directory.
 
-    For `hf`, an adapter is merged in float32, and the shards of several ranks are put together in host memory.
+    For `hf`, an adapter is merged in float32.
     """
+    refuse_pickled(checkpoint)
     if damage := damage_of(checkpoint):
         raise UserError(f"{checkpoint} is damaged: {damage} (--checkpoint takes another one)")
     adapter = (checkpoint / ADAPTER_FILE).is_file()
@@ -53,34 +52,7 @@ def export_checkpoint(checkpoint: Path, out: Path, to: Format) -> Path:
     return out
 
 
-def consolidate(checkpoint: Path, dtype: str = "float32") -> Path:
-    """Add weights in safetensors to a sharded checkpoint, so that it is a complete model directory. Return its path.
-
-    The whole model is in host memory once. If the weights are there already, nothing is done.
-    """
-    if not is_sharded(checkpoint) or any(checkpoint.glob("*.safetensors")):
-        return checkpoint
-    whole = checkpoint / ".consolidated"
-    shutil.rmtree(whole, ignore_errors=True)
-    _write_whole(checkpoint, whole, dtype)
-    # The index is moved last, so a reader sees either all weight files or no index that points to missing ones.
-    for file in sorted(whole.glob("*.safetensors*"), key=lambda file: file.suffix == ".json"):
-        file.rename(checkpoint / file.name)
-    shutil.rmtree(whole)
-    return checkpoint
-
-
-def _write_whole(checkpoint: Path, out: Path, dtype: str = "float32") -> None:
-    """Write the model of a sharded checkpoint into a directory, as `save_pretrained` does."""
-    model = load_model(checkpoint, weights="random", dtype=dtype)
-    read_shards(checkpoint, {WEIGHTS + name: tensor for name, tensor in named_weights(model).items()}, None)
-    model.save_pretrained(out)
-
-
 def _copy_model(checkpoint: Path, out: Path) -> None:
-    if is_sharded(checkpoint) and not any(checkpoint.glob("*.safetensors")):
-        _write_whole(checkpoint, out)
-    # The checkpoint's own files are copied last, because its generation config is that of the trained model.
     shutil.copytree(checkpoint, out, ignore=shutil.ignore_patterns("trainer", SUMS, ".*"), dirs_exist_ok=True)
 
 

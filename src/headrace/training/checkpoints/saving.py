@@ -1,11 +1,10 @@
 """Saving and loading of a trainer: weights, optimizer, and the reference if no model directory holds it.
 
-A single rank writes a whole model directory. Several ranks write their shards: a model directory without weights, which
-`export.consolidate` adds, and a torch distributed checkpoint in `trainer/shards/`. The index of the shards is a pickle
-written by torch. As with any torch checkpoint, read only files that you wrote.
+A checkpoint is the same, whatever the number of ranks that wrote it: a whole model directory, and safetensors files
+beside it. Several ranks write their parts into the same files (`regions`). No file is a pickle.
 
-Training continues while a checkpoint is written. Any number of ranks can read either form, and the loaded tensors are
-bit for bit those that were saved.
+Training continues while a checkpoint is written. Any number of ranks can read it, and the loaded tensors are bit for
+bit those that were saved.
 """
 
 import copy
@@ -17,35 +16,31 @@ from typing import Any, TypeAlias
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
-from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
 from headrace.errors import UserError
 from headrace.models.loading import load_model, named_weights
 from headrace.training.checkpoints.base import (
-    SHARDS,
     TrainerState,
     begin_checkpoint,
     copy_companions,
     final_path,
     finish_checkpoint,
-    is_sharded,
     partial_path,
+    refuse_pickled,
 )
+from headrace.training.checkpoints.regions import Part, create, own_parts, write_parts
 from headrace.training.devices import on_host
 from headrace.training.lora import ADAPTER_FILE, TrainedAdapter
 from headrace.training.optimizer import HalfWeights, Optimizer
 from headrace.training.policies import Policies
-from headrace.training.ranks import Ranks, copy_own_part, local_tensor, own_part, placed_like, whole_tensor
+from headrace.training.ranks import Ranks, copy_own_part, own_part, placed_like, whole_tensor
 
 OPTIMIZER_FILE = Path("trainer") / "optimizer.safetensors"
 REFERENCE_FILE = Path("trainer") / "reference.safetensors"
+GATHERED = Path("trainer") / ".weights"
+"""The file in which the ranks put the weights together. The first rank writes the model's own files from it."""
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
-WEIGHTS, OPTIMIZER, REFERENCE = "model/", "optimizer/", "reference/"
-"""The prefixes of the names of tensors in shards."""
 
 
 class Saver:
@@ -100,8 +95,10 @@ class Saver:
         if reference is None or state.steps_done == state.policy_steps:
             # The model directory holds the reference, unless a warm start made it.
             reference = {}
-        take = self._copy_whole if self._ranks is None or self._adapter is not None else self._copy_shards
-        write = take(partial, moments, reference)
+        if self._ranks is None or self._adapter is not None:
+            write = self._copy_whole(partial, moments, reference)
+        else:
+            write = self._copy_parts(self._ranks, partial, moments, reference)
 
         def finish() -> Path:
             write()
@@ -129,37 +126,37 @@ class Saver:
 
         return write if self._first else lambda: None
 
-    def _copy_shards(self, path: Path, moments: Tensors, reference: Tensors) -> Callable[[], None]:
-        """Copy this rank's shards, and return the function that waits until they are written."""
-        assert self._ranks is not None
-        tensors = _under(WEIGHTS, self.weights()) | _under(REFERENCE, reference) | _under(OPTIMIZER, moments)
-        # On the first rank this ends when all ranks have written their shards and the index is written.
-        written: Any = async_save(
-            tensors,
-            storage_writer=FileSystemWriter(path / SHARDS, sync_files=True),
-            process_group=self._ranks.storing,
-        )
+    def _copy_parts(self, ranks: Ranks, path: Path, moments: Tensors, reference: Tensors) -> Callable[[], None]:
+        """Copy this rank's parts, and return the function that writes them into files which all ranks fill."""
+        kinds = {GATHERED: self.weights(), OPTIMIZER_FILE: moments, REFERENCE_FILE: reference}
+        files = {path / name: tensors for name, tensors in kinds.items() if tensors}
+        parts: dict[Path, dict[str, Part]] = {
+            file: own_parts(tensors, ranks.coordinate) for file, tensors in files.items()
+        }
 
         def write() -> None:
-            written.result()
             if self._first:
-                _write_model_files(self._model, path)
+                for file, tensors in files.items():
+                    create(file, tensors)
+            ranks.meet()
+            for file, mine in parts.items():
+                write_parts(file, mine)
+            ranks.meet()
+            if self._first:
+                write_model(self._model.config, self._model.generation_config, load_file(path / GATHERED), path)
+                (path / GATHERED).unlink()
 
         return write
 
     def load(self, checkpoint: Path, state: TrainerState, optimizer: Optimizer | None) -> None:
         """Load a checkpoint with this state into the weights and the optimizer. The optimizer must be new."""
+        refuse_pickled(checkpoint)
         if state.policy_steps:
             self._policies.hold_reference()
             self._load_reference(checkpoint, state)
-        if is_sharded(checkpoint) and self._adapter is None:
-            read_shards(checkpoint, _under(WEIGHTS, self.weights()), self._ranks)
-            moments = self._sharded_moments(checkpoint) if optimizer else {}
-        else:
-            self._load_whole(checkpoint)
-            moments = self._own_moments(checkpoint) if optimizer else {}
+        self._load_weights(checkpoint)
         if optimizer:
-            optimizer.restore(moments)
+            optimizer.restore(self._own_moments(checkpoint))
         if self._half is not None:
             self._half.refresh()
 
@@ -191,9 +188,7 @@ class Saver:
         reference = self._policies.reference
         if reference is None:
             return
-        if is_sharded(checkpoint) and any(key.startswith(REFERENCE) for key in _saved(checkpoint)):
-            read_shards(checkpoint, _under(REFERENCE, reference), self._ranks)
-        elif (checkpoint / REFERENCE_FILE).is_file():
+        if (checkpoint / REFERENCE_FILE).is_file():
             copy_own_part(load_file(checkpoint / REFERENCE_FILE), reference)
         elif state.steps_done > state.policy_steps:
             raise UserError(
@@ -201,7 +196,7 @@ class Saver:
                 "resume as it was trained, or begin a new run with its model"
             )
 
-    def _load_whole(self, checkpoint: Path) -> None:
+    def _load_weights(self, checkpoint: Path) -> None:
         if self._adapter is not None:
             with self._whole():
                 self._adapter.load(checkpoint)
@@ -222,50 +217,20 @@ class Saver:
                 found[key] = own_part(tensor, parameter)
         return found
 
-    def _sharded_moments(self, checkpoint: Path) -> dict[str, torch.Tensor]:
-        """Return this rank's part of the optimizer's tensors in the shards, by `kind/parameter name`."""
-        parameters = dict(self._model.named_parameters())
-        targets: dict[str, torch.Tensor] = {}
-        for key, saved in _saved(checkpoint).items():
-            if not key.startswith(OPTIMIZER) or not isinstance(saved, TensorStorageMetadata):
-                continue
-            parameter = parameters.get(key.removeprefix(OPTIMIZER).partition("/")[2])
-            if isinstance(parameter, DTensor) and saved.size == parameter.shape:
-                local = parameter.to_local()
-                empty = torch.zeros(local.shape, dtype=saved.properties.dtype, device=local.device)
-                targets[key] = placed_like(empty, parameter)
-            else:
-                targets[key] = torch.zeros(saved.size, dtype=saved.properties.dtype)
-        read_shards(checkpoint, targets, self._ranks)
-        return {key.removeprefix(OPTIMIZER): local_tensor(tensor) for key, tensor in targets.items()}
 
-
-def read_shards(checkpoint: Path, tensors: Tensors, ranks: Ranks | None) -> None:
-    """Load values into these tensors, which may be sharded in another way than the checkpoint."""
-    load(
-        dict(tensors),
-        storage_reader=FileSystemReader(checkpoint / SHARDS),
-        process_group=ranks.storing if ranks else None,
-        no_dist=ranks is None,
-    )
-
-
-def _saved(checkpoint: Path) -> dict[str, Any]:
-    return FileSystemReader(checkpoint / SHARDS).read_metadata().state_dict_metadata
-
-
-def _under(prefix: str, tensors: Tensors) -> dict[str, torch.Tensor]:
-    return {prefix + name: tensor for name, tensor in tensors.items()}
-
-
-def _write_model_files(model: Any, path: Path) -> None:
-    """Write the model's configuration files as `save_pretrained` would, without weights."""
-    config = copy.deepcopy(model.config)
-    # FSDP derives a class of its own from the model's class.
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    config.save_pretrained(path)
-    if model.can_generate():
-        model.generation_config.save_pretrained(path)
+def write_model(config: Any, generation: Any, weights: Tensors, path: Path) -> None:
+    """Write these whole weights of a model as `save_pretrained` does. `generation` is its generation config, if any."""
+    with torch.device("meta"):
+        # FSDP derives a class of its own from the model's class, so the model is built anew, without memory.
+        plain: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    if generation is not None:
+        plain.generation_config = copy.deepcopy(generation)
+    first = {id(p): name for name, p in reversed(list(plain.named_parameters(remove_duplicate=False)))}
+    names = {name: first[id(p)] for name, p in plain.named_parameters(remove_duplicate=False)}
+    # Tied weights are kept under all their names, which is how the writer recognises them.
+    plain.save_pretrained(path, state_dict={name: weights[names.get(name, name)] for name in plain.state_dict()})
+    plain.config.dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    plain.config.save_pretrained(path)
 
 
 def _snapshot(model: Any) -> Callable[[Path], None]:
