@@ -269,7 +269,10 @@ class Journal:
                     self._commit(events)
             failure = None
         except (sqlite3.OperationalError, OSError) as error:
-            failure = DiskError(f"{self._name} cannot be written: {error}")
+            failure = DiskError(
+                f"{self._name} cannot be written: {error}; when that is mended, go on with "
+                f"`headrace resume {self.path.parent}`"
+            )
         except (sqlite3.Error, UnicodeDecodeError, HeadraceError) as error:
             failure = HeadraceError(f"{self._name} cannot be written: {error}")
         finally:
