@@ -209,7 +209,7 @@ def read_header(file: Path) -> dict[str, int]:
         tensors = {name: convert(entry, _Tensor) for name, entry in header.items() if name != "__metadata__"}
     except OSError as error:
         raise ModelError(f"{file} cannot be read: {error.strerror}") from error
-    except (DecodeError, RecursionError) as error:
+    except (DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{file} is not a safetensors file: its header is damaged") from error
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):

@@ -123,6 +123,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2
         (b"\x01\x02", "is not a whole safetensors file: it has 2 bytes"),
         (b"\xff" * 64, "is not a whole safetensors file: it has 64 bytes"),
         ((8).to_bytes(8, "little") + b"nonsense", "is not a safetensors file: its header is damaged"),
+        ((8).to_bytes(8, "little") + b'{"\x8e":{}}', "is not a safetensors file: its header is damaged"),
         ((4).to_bytes(8, "little") + b"[{}]", "is not a safetensors file: its header is damaged"),
         ((13).to_bytes(8, "little") + b'{"a": {"b":2}}'[:13], "is not a safetensors file: its header is damaged"),
     ],
