@@ -41,7 +41,7 @@ CONFIGURATIONS = {
     "agents": Configuration(
         AGENT,
         ("delivery.transport=tcp", "delivery.send=delta"),
-        ("controller", "engine-0", "trainer-0", "agent", "fork server"),
+        ("controller", "engine-0", "trainer-0", "agent", "gateway-0", "fork server"),
     ),
 }
 VERSIONS = 20
