@@ -210,7 +210,7 @@ def _reads(command: list[str], original: Path, run: Path, path: Path) -> bool:
     """Return whether the command must read this file of a run, so that damage to it must be noticed."""
     if not path.exists():
         return False
-    newest = max((run / "checkpoints").glob("step-*"), key=lambda step: int(step.name.split("-")[1]), default=run)
+    newest = max((run / "checkpoints").glob("step-*"), key=lambda step: int(step.name.split("-")[1]), default=None)
     if command[0] in ("export", "resume"):
         return newest in path.parents
     # A run that was killed may leave a torn end of a segment, which nothing refers to.

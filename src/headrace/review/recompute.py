@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace.delivery.digest import digest
 from headrace.errors import ModelError
-from headrace.models.loading import named_weights
+from headrace.models.loading import UNUSABLE, named_weights
 from headrace.models.lora import adapter_weights
 from headrace.training.checkpoints.base import base_of, refuse_pickled
 from headrace.training.lora import ADAPTER_FILE
@@ -34,7 +34,7 @@ class PlainModel:
                 from peft import PeftModel  # Imported late, because it takes seconds.
 
                 self._model = PeftModel.from_pretrained(self._model, str(path)).eval()
-        except (ValueError, KeyError, OSError) as error:
+        except UNUSABLE as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ModelError(f"{path} cannot be loaded as a causal language model: {reason}") from error
 

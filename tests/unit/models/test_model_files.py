@@ -21,6 +21,7 @@ from random_models import model_dir
 from headrace.config.model_dir import INDEX, WEIGHTS, check_model_dir, model_facts
 from headrace.errors import ModelError
 from headrace.models.loading import load_model
+from headrace.review.recompute import PlainModel
 from headrace.tasks.chat import ChatFormat
 
 TOKENIZER = Path(__file__).parents[2] / "data" / "tiny_model"
@@ -211,3 +212,11 @@ def test_friction_35_no_damage_of_250_is_a_traceback(model, models, tmp_path):
             assert "\n" not in str(error) and len(str(error)) < 1000, f"seed {seed}: {str(error)[:200]}"
         shutil.rmtree(copy)
     assert refusals > 50
+
+
+def test_an_audit_names_a_checkpoint_whose_weights_cannot_be_read(models, tmp_path):
+    path = tmp_path / "model"
+    shutil.copytree(models["llama"], path)
+    (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:-1])
+    with pytest.raises(ModelError, match=f"^{path} cannot be loaded as a causal language model: "):
+        PlainModel(path, "float32")
