@@ -26,10 +26,11 @@ import typer
 
 from headrace.bench.options import Bench, DeliveryBench, EngineBench, JournalBench, LoopBench, TrainBench, lines
 from headrace.cli import AsJson, ConfigPath, RunPath, Settings, review
-from headrace.errors import DataError, HeadraceError, PeerDied, UserError, one_line
+from headrace.errors import ConfigError, DataError, HeadraceError, PeerDied, UserError, one_line
 
 if TYPE_CHECKING:
     from headrace.config import Config
+    from headrace.config.model_dir import ModelFacts
     from headrace.engines.base import Delta, Request
     from headrace.pipeline.launch import RunSession
     from headrace.tasks.chat import ChatFormat
@@ -100,14 +101,13 @@ def _report(outcome: RunSession, as_json: bool) -> None:
 def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False) -> None:
     """Validate CONFIG. Print it resolved, with the lag bound, the memory, and which side will be the bottleneck."""
     from headrace.buffer.admission import capacity, lag_bound
-    from headrace.cluster.inventory import describe, memory_needs, place_run
     from headrace.config import dump_config, load_config
     from headrace.config.memory import estimate
     from headrace.config.model_dir import model_facts
     from headrace.config.remarks import dtypes, remarks
     from headrace.pipeline.inputs import count_prompts
 
-    loaded, placement = place_run(load_config(config, settings or []))
+    loaded, placed = _placed(load_config(config, settings or []))
     facts = model_facts(Path(loaded.model.path), loaded.model.weights)
     train_prompts, heldout_prompts = count_prompts(loaded)
     buffer, every = loaded.buffer, loaded.delivery.publish_every
@@ -119,7 +119,7 @@ def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False
         "heldout_prompts": heldout_prompts,
         "dtypes": dtypes(loaded),
         **estimate(loaded, facts),
-        "placement": describe(placement, memory_needs(loaded, facts)),
+        "placement": placed(facts),
         "remarks": remarks(loaded, facts),
     }
     if as_json:
@@ -128,6 +128,20 @@ def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False
     typer.echo(dump_config(loaded))
     for line in _check_lines(found):
         typer.echo(line)
+
+
+def _placed(config: Config) -> tuple[Config, Callable[[ModelFacts], list[str]]]:
+    """Place a run on this host. Without GPUs here, a configuration for GPUs is not refused, and its line is told."""
+    from headrace.cluster.inventory import describe, memory_needs, place_run, this_host
+
+    try:
+        placed, placement = place_run(config)
+    except ConfigError as error:
+        if this_host().gpus:
+            raise
+        line = f"not on this host: {error}"
+        return config, lambda facts: [line]
+    return placed, lambda facts: describe(placement, memory_needs(placed, facts))
 
 
 def _check_lines(found: dict[str, Any]) -> list[str]:

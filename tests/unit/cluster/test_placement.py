@@ -1,10 +1,14 @@
 """Where workers are placed: the exact devices and environment of every worker, and the one line of every refusal."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
+from typer.testing import CliRunner
 
+from headrace.cli.main import app
 from headrace.cluster.inventory import Device, place_run, visible
 from headrace.cluster.placement import Gpu, Host, Placement, check_memory, place
 from headrace.config import Config, with_settings
@@ -12,7 +16,8 @@ from headrace.config.schema import GymTaskConfig, ModelConfig
 from headrace.errors import ConfigError, HeadraceError
 
 GIB = 1 << 30
-CONFIG = Config(model=ModelConfig(path="tests/data/tiny_model"), task=GymTaskConfig(name="chain_sum"))
+MODEL = Path(__file__).parents[2] / "data" / "tiny_model"
+CONFIG = Config(model=ModelConfig(path=str(MODEL)), task=GymTaskConfig(name="chain_sum"))
 
 
 def host(gpus: int, name: str = "localhost", memory: int = 0) -> Host:
@@ -353,3 +358,16 @@ def test_indices_count_what_a_scheduler_has_made_visible() -> None:
         {"CUDA_VISIBLE_DEVICES": "GPU-aaaa-1,2"},
     ]
     assert visible([], "0") == ()
+
+
+def test_a_configuration_for_gpus_can_be_checked_on_a_host_without(tmp_path: Path) -> None:
+    """Memory for a GPU is estimated before one is rented; a run there is refused, which `check` says in its lines."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    (tmp_path / "rewards.py").write_text("def reward(completion, answer):\n    return float(answer in completion)\n")
+    settings = {"model": {"path": str(MODEL), "weights": "random"}, "engine": {"device": "cuda"}}
+    task = {"kind": "dataset", "path": str(prompts), "reward": f"{tmp_path / 'rewards.py'}:reward"}
+    (tmp_path / "run.toml").write_text(tomli_w.dumps({**settings, "task": task}))
+    done = CliRunner().invoke(app, ["check", str(tmp_path / "run.toml")])
+    assert done.exit_code == 0, done.output
+    assert 'places      not on this host: [engine] device = "cuda", but there is no GPU' in done.output.splitlines()
