@@ -143,7 +143,7 @@ def test_a_torn_checkpoint_is_passed_over_for_the_one_before(run_dir: Path) -> N
     newest.write_bytes(newest.read_bytes()[:-100])
     said = goes_on(run_dir, 4)
     assert f"{newest.parent.name}: model.safetensors has other bytes than were written; it is kept as damaged-" in said
-    assert "config was: versions = 3" in said and "config is:  versions = 4" in said
+    assert "config was: versions = 3" in said and "config now: versions = 4" in said
     with sqlite3.connect(run_dir / "journal.db") as db:
         ((after, until),) = db.execute("SELECT from_step, to_step FROM restarts").fetchall()
         by_step = db.execute("SELECT step, COUNT(DISTINCT digest) FROM versions GROUP BY step").fetchall()

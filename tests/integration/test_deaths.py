@@ -220,7 +220,7 @@ def test_ctrl_c_drains_and_resume_goes_on(tmp_path: Path) -> None:
     assert ids == sorted(set(ids)), "versions are never reused"
     resumed = versions[done + 1]
     assert resumed[1:] == (done, done), "the first version after the resume continues the checkpointed one"
-    assert "config is:" in again.stderr
+    assert "config now:" in again.stderr
 
 
 REWARD = """

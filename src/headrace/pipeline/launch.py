@@ -454,7 +454,7 @@ def _resume(
             progress.note(f"config was: {line}")
     for line in new:
         if line not in old:
-            progress.note(f"config is:  {line}")
+            progress.note(f"config now: {line}")
     with run_dir.report_full_disk(), run_dir.with_trial_config(config):
         return RunSession(
             config, run_dir, progress, task, chat, journal=make_journal, tokenizer_known=known is not None
