@@ -16,7 +16,7 @@ from headrace.gateway.base import Chat, TokenSource
 from headrace.gateway.gateway import Gateway
 from headrace.gateway.messages import Listening, Said
 from headrace.gateway.relay import Relay
-from headrace.gateway.serving import Desk, Outbox
+from headrace.gateway.serving import ItemHandler, Outbox
 
 
 class InnerWire:
@@ -37,8 +37,8 @@ class InnerWire:
 
         outbox = Outbox(send)
         note = partial(self._note, outbox)
-        self._desk = Desk(outbox.put, lambda engine, whole: self._make(engine=engine, whole=whole, note=note))
-        mine = self.gateway = self._desk.gateway
+        self._handler = ItemHandler(outbox.put, lambda engine, whole: self._make(engine=engine, whole=whole, note=note))
+        mine = self.gateway = self._handler.gateway
 
     def _note(self, outbox: Outbox, line: str) -> None:
         outbox.put(Said(line=line))
@@ -51,7 +51,7 @@ class InnerWire:
         if self.gateway is None:
             raise PeerDied(peer, "killed")
         self.sent += 1
-        self._desk.hear(_copied(message))
+        self._handler.hear(_copied(message))
 
     async def request(self, peer: str, message: Any, reply: Any, *, timeout: float) -> Any:
         if self.gateway is None:

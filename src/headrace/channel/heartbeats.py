@@ -40,7 +40,7 @@ class Ready(Message):
     facts: dict[str, int | float | str] = {}
 
 
-class LastWords(Message):
+class FailureReason(Message):
     """A worker says why it ends. Its log says so too, unless the disk is full."""
 
     reason: str

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from headrace.channel.codec import Message
 from headrace.channel.events import Died, Dropped, Events, Heard, Returned
-from headrace.channel.heartbeats import Heartbeat, Hello, LastWords, Ready, Stop
+from headrace.channel.heartbeats import FailureReason, Heartbeat, Hello, Ready, Stop
 from headrace.channel.hub import Hub
 from headrace.channel.vital import EXIT_LOST
 from headrace.cluster.base import EXIT_USER_ERROR, Processes
@@ -248,7 +248,7 @@ class Fleet(Processes):
             case Ready():
                 self._ready[peer] = message
                 self._ready_since[peer] = time.monotonic()
-            case LastWords(reason=reason):
+            case FailureReason(reason=reason):
                 self._reasons[peer] = reason
             case Hello():
                 self._reasons.pop(peer, None)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from headrace.buffer.reader import open_readonly
-from headrace.channel.heartbeats import LastWords
+from headrace.channel.heartbeats import FailureReason
 from headrace.channel.vital import EXIT_LOST
 from headrace.channel.worker_link import WorkerLink
 from headrace.channel.worker_side import die_with_parent
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _say_why(link: WorkerLink, error: HeadraceError) -> None:
-    link.send(LastWords(reason=one_line(str(error))))
+    link.send(FailureReason(reason=one_line(str(error))))
     sys.stderr.write(f"{error}\n")
 
 

@@ -82,7 +82,7 @@ class RelayedEngine(StreamedEngine):
         self._put(Withdraw(request_id=request_id))
 
 
-class Desk:
+class ItemHandler:
     """Does what the controller's items ask for."""
 
     def __init__(self, put: Put, make: Callable[[RelayedEngine, RelayedEngine], Gateway]) -> None:
@@ -131,7 +131,7 @@ class GatewayRole:
     def __init__(
         self, link: WorkerLink, make: Callable[[TokenSource, TokenSource, Callable[[str], None]], Gateway]
     ) -> None:
-        """`make` makes the gateway over two ways to the engines (see `Desk`), and is given a way to show lines."""
+        """`make` makes the gateway over two ways to the engines (see `ItemHandler`), and gets a way to show lines."""
         self._link = link
         self._make = make
 
@@ -142,10 +142,10 @@ class GatewayRole:
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
         outbox = Outbox(self._link.send)
-        desk = Desk(
+        handler = ItemHandler(
             outbox.put, lambda engine, whole: self._make(engine, whole, lambda line: outbox.put(Said(line=line)))
         )
-        gateway = desk.gateway
+        gateway = handler.gateway
         inbox: asyncio.Queue[Incoming] = asyncio.Queue()
         self._link.pass_to(lambda incoming: loop.call_soon_threadsafe(inbox.put_nowait, incoming))
         self._link.ready()
@@ -155,7 +155,7 @@ class GatewayRole:
                     incoming = await inbox.get()
                     match incoming.message:
                         case ToGateway() as message:
-                            desk.hear(message)
+                            handler.hear(message)
                         case Listen(port=port, key=key):
                             try:
                                 self._link.reply(incoming, Listening(port=await gateway.listen(port, key)))
