@@ -29,8 +29,8 @@ FIRST_PAUSE = 0.5
 HEALTHY_SECONDS = 60.0
 """A process that has served for this many seconds is healthy: its earlier deaths no longer count."""
 EXIT_NEWS_SECONDS = 3.0
-LAST_WORDS_SECONDS = 0.2
-"""A worker's last words may arrive this much later than the news of its exit."""
+REASON_SECONDS = 0.2
+"""The reason that a worker gives may arrive so many seconds after the news of its exit."""
 
 
 class Fleet(Processes):
@@ -58,7 +58,7 @@ class Fleet(Processes):
         address = f"ipc://{self._sockets.path}/hub"
         self.hub = Hub(address, self._dispatch, self._silent, self._message_dropped, names=names)
         self._reasons: dict[str, str] = {}
-        """The reasons why workers end, by worker: its own last words, or that its messages cannot be read."""
+        """The reasons why workers end, by worker: the one that it gave, or that its messages cannot be read."""
         self._specs = [
             WorkerSpec(
                 role=place.role,
@@ -122,7 +122,7 @@ class Fleet(Processes):
             if self._stopping:
                 continue
             if exited.code in (EXIT_USER_ERROR, EXIT_LOST) and exited.name not in self._reasons:
-                await asyncio.sleep(LAST_WORDS_SECONDS)
+                await asyncio.sleep(REASON_SECONDS)
             reason = self._reasons.pop(exited.name, "") or _last_line(exited)
             death = PeerDied(exited.name, reason or _how(exited), exited.last_lines)
             self._ready.pop(death.peer, None)
