@@ -174,8 +174,20 @@ def moments(events: list[Event], count: int, chance: random.Random) -> list[int]
     return sorted(chosen + chance.sample(others, count - len(chosen)))
 
 
-def unlike(written: Path, real: Path) -> list[str]:
-    """The files that differ between two directories, by their paths. Empty if the shim has seen everything."""
+def missed(root: Path, events: list[Event], directory: Path) -> list[str]:
+    """The files of `root` that the events do not explain, by their paths. Empty if the shim has seen everything.
+
+    The events are replayed into `directory`.
+    """
+    disk = Disk(root)
+    for event in events:
+        disk.apply(event)
+    disk.write(directory, "all", random.Random(0))
+    return _unlike(directory, root)
+
+
+def _unlike(written: Path, real: Path) -> list[str]:
+    """The files that differ between two directories, by their paths."""
     names = {
         str(path.relative_to(top))
         for top in (written, real)
