@@ -1,9 +1,11 @@
+import fcntl
 import logging
 import os
 import re
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -135,7 +137,11 @@ def test_sweep_removes_what_the_dead_left_and_nothing_else(segment: SharedSegmen
         assert path.name not in sweep()
         assert path.exists()
         owner.kill()
-        owner.wait(60)
+        # Nobody waits for the owner: its pid lives on, and must not count as a life.
+        deadline = time.monotonic() + 60
+        while _state(owner.pid) != "Z" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert _state(owner.pid) == "Z"
         assert path.exists()
         assert path.name in sweep()
         assert not path.exists()
@@ -145,6 +151,27 @@ def test_sweep_removes_what_the_dead_left_and_nothing_else(segment: SharedSegmen
         unrelated.unlink()
         owner.kill()
         owner.communicate(timeout=60)
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_segment_that_is_swept_before_it_is_locked_is_made_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(segments, "segment_directories", lambda: [tmp_path])
+    lock, swept = fcntl.flock, []
+
+    def sweep_first(fd: int, operation: int) -> None:
+        if not swept:
+            swept.extend(path.name for path in tmp_path.iterdir())
+            (tmp_path / swept[0]).unlink()
+        lock(fd, operation)
+
+    monkeypatch.setattr(segments.fcntl, "flock", sweep_first)
+    made = SharedSegment.create(RUN_ID, 10)
+    assert [path.name for path in tmp_path.iterdir()] == [made.path.name]
+    assert swept and swept != [made.path.name]
+    made.remove()
 
 
 def test_sweep_spares_a_segment_whose_owner_has_another_pid_elsewhere(segment: SharedSegment):

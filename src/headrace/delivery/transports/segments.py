@@ -25,7 +25,7 @@ from headrace.errors import DeliveryError
 HEADER_BYTES = 64
 _HEADER = struct.Struct("<8sQqQQ")
 _MAGIC = b"headrace"
-_NAME = re.compile(r"headrace-.+-(\d+)-\d+")
+_NAME = re.compile(r"headrace-.+-\d+-\d+")
 _SHARED_MEMORY = Path("/dev/shm")
 
 _numbers = itertools.count(1)
@@ -48,8 +48,11 @@ class SharedSegment:
         self._sequence = 0
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # The lock lasts as long as this process. `sweep` needs it, because in containers a pid alone is ambiguous.
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The lock lasts as long as this process, and is all that `sweep` asks for: a pid may belong to a process
+            # that is dead and not yet waited for, to a later process, or to one of another container.
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            if os.fstat(self._fd).st_nlink == 0:
+                raise FileExistsError(f"{path} was swept before it was locked")
             _reserve(self._fd, HEADER_BYTES + nbytes)
             self.buffer = mmap.mmap(self._fd, HEADER_BYTES + nbytes)
         except OSError:
@@ -66,7 +69,8 @@ class SharedSegment:
             try:
                 segment = None
                 while segment is None:
-                    # A name that exists was left by a dead process with the same pid; a sweep will remove it.
+                    # A name that exists was left by a dead process with the same pid; a sweep will remove it. A sweep
+                    # may also have removed the new file before it was locked.
                     with contextlib.suppress(FileExistsError):
                         segment = cls(directory / f"headrace-{marked}-{os.getpid()}-{next(_numbers)}", nbytes)
             except OSError as error:
@@ -197,8 +201,7 @@ def sweep() -> list[str]:
     swept = []
     for directory in segment_directories():
         for path in directory.glob("headrace-*"):
-            owner = _NAME.fullmatch(path.name)
-            if owner and not _alive(int(owner[1])) and _remove_abandoned(path):
+            if _NAME.fullmatch(path.name) and _remove_abandoned(path):
                 swept.append(path.name)
     return swept
 
@@ -211,20 +214,10 @@ def _remove_abandoned(path: Path) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink()
-    except OSError:  # the owner is alive, in a container with other pids
+    except OSError:  # the owner is alive
         return False
     finally:
         os.close(fd)
-    return True
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
     return True
 
 
