@@ -28,6 +28,8 @@ ROOT = Path(__file__).parents[1]
 DEADLINE = 3600
 BODY_BYTES = 32 * 10**6
 HALF = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Len"
+REFILL_SECONDS = 10.0
+"""How often clients open new connections in the place of those that the gateway has closed."""
 LATENCIES = "HEADRACE_BENCHMARK_LATENCIES"
 """This variable names the file to which agents write the seconds of each request."""
 AGENT = f"""
@@ -49,43 +51,53 @@ def agent(base_url, api_key, model, messages):
 """
 
 
-class Load(threading.Thread):
-    """Clients that hold idle connections, and send bodies that are refused, until `stop` is set."""
+class Load:
+    """Clients that hold idle connections, and send bodies that are refused, until `stop`."""
 
     def __init__(self, where: dict[str, str], idle: int, bodies: int, seconds: float) -> None:
-        """Spread the bodies over so many seconds."""
-        super().__init__(daemon=True)
+        """Start the clients. They spread the bodies over so many seconds."""
         host, port = where["base_url"].removeprefix("http://").removesuffix("/v1").rsplit(":", 1)
         self._address, self._key = (host, int(port)), where["api_key"]
         self._idle, self._bodies, self._pause = idle, bodies, seconds / max(1, bodies)
-        self.stop = threading.Event()
-        self.sent = 0
+        self._stopping = threading.Event()
+        self.opened = 0
+        """The number of idle connections that were opened, those in the place of closed ones included."""
+        self.refused = 0
         """The number of bodies that were refused."""
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._hold, self._send)]
+        for thread in self._threads:
+            thread.start()
 
-    def run(self) -> None:
-        """Replace connections that the gateway closes, and send a body from time to time."""
+    def stop(self) -> None:
+        """Close all connections."""
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _hold(self) -> None:
+        """Hold the idle connections, and from time to time replace those that the gateway has closed."""
         held: list[socket.socket] = []
-        next_body = time.monotonic()
-        while not self.stop.is_set():
+        while not self._stopping.is_set():
             held = [one for one in held if not _closed(one)]
             with contextlib.suppress(OSError):
-                while len(held) < self._idle and not self.stop.is_set():
+                while len(held) < self._idle and not self._stopping.is_set():
                     held.append(socket.create_connection(self._address, timeout=10))
                     held[-1].sendall(HALF)
-            if self.sent < self._bodies and time.monotonic() >= next_body:
-                next_body = time.monotonic() + self._pause
-                self._send_body()
-            self.stop.wait(0.2)
+                    self.opened += 1
+            self._stopping.wait(REFILL_SECONDS)
         for one in held:
             one.close()
 
-    def _send_body(self) -> None:
+    def _send(self) -> None:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {self._key}\r\n"
-        # The gateway stops reading and closes, so the client fails in the middle.
-        with contextlib.suppress(OSError), socket.create_connection(self._address, timeout=10) as one:
-            self.sent += 1
-            one.sendall(f"{head}Content-Length: {BODY_BYTES}\r\n\r\n".encode())
-            one.sendall(b" " * BODY_BYTES)
+        body = b" " * BODY_BYTES
+        while self.refused < self._bodies and not self._stopping.wait(self._pause):
+            # The gateway stops reading and closes, so the client fails in the middle.
+            with contextlib.suppress(OSError), socket.create_connection(self._address, timeout=10) as one:
+                one.sendall(f"{head}Content-Length: {BODY_BYTES}\r\n\r\n".encode())
+                with contextlib.suppress(OSError):
+                    one.sendall(body)
+                self.refused += one.recv(64).startswith(b"HTTP/1.1 413")
 
 
 def _closed(one: socket.socket) -> bool:
@@ -140,14 +152,13 @@ def disturbed(pairs: int, versions: int, idle: int, bodies: int) -> dict[str, An
         loads: list[Load] = []
 
         def meanwhile(run_dir: Path, where: dict[str, str], loads: list[Load] = loads, limit: float = seconds) -> None:
-            loads.append(Load(where, idle, bodies, limit))
-            loads[0].start()
+            # They must have sent everything before the run ends.
+            loads.append(Load(where, idle, bodies, 0.7 * limit))
 
         found["disturbed"].append(run(config, settings, meanwhile)["tokens_per_second"])
         for load in loads:
-            load.stop.set()
-            load.join()
-            print(f"{load.sent} bodies were refused", file=sys.stderr)
+            load.stop()
+            print(f"{load.opened:,} idle connections opened, {load.refused} bodies refused", file=sys.stderr)
     ratios = [with_ / without for with_, without in zip(found["disturbed"], found["alone"], strict=True)]
     return {
         "tokens_per_second": median(found["alone"]),
@@ -211,7 +222,7 @@ def main() -> None:
     """Measure, and print the results as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--versions", type=int, default=60, help="of each run of a pair")
+    parser.add_argument("--versions", type=int, default=120, help="of each run of a pair")
     parser.add_argument("--idle", type=int, default=2000)
     parser.add_argument("--bodies", type=int, default=50)
     parser.add_argument("--sessions", type=int, default=300)
