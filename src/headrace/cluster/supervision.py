@@ -1,8 +1,9 @@
 """Supervision starts the worker processes of a run, waits until they are ready, watches them, and ends them.
 
-Messages from workers and news of their deaths go to one queue of events. A process that dies after the start is
-restarted where that is allowed, each time after a longer pause and a limited number of times. Otherwise its death ends
-the run, with its last lines of output. A run that ends leaves no process behind.
+Messages from workers and news of their deaths go to one queue of events. A process that dies is restarted where that is
+allowed, each time after a longer pause and a limited number of times. Otherwise its death ends the run, with its last
+lines of output: so does that of a process which fails by itself while the run starts. A run that ends leaves no process
+behind.
 """
 
 import asyncio
@@ -132,7 +133,10 @@ class Fleet(Processes):
             if time.monotonic() - self._ready_since.pop(death.peer, time.monotonic()) > HEALTHY_SECONDS:
                 self._in_a_row[death.peer] = 0
             mistake = exited.code == EXIT_USER_ERROR
-            last = self._in_a_row[death.peer] >= self._restarted(death.peer)
+            # A process that something kills while the run starts is restarted too. One that fails by itself would fail
+            # again, and its reason should be told at once.
+            allowed = self._restarts.get(death.peer, 0) if self._started or exited.code < 0 else 0
+            last = self._in_a_row[death.peer] >= allowed
             if last or (mistake and death.peer not in self.restarting):
                 self._events.put(Died(death, restarts=False))
                 if mistake:
@@ -166,7 +170,7 @@ class Fleet(Processes):
         await asyncio.sleep(FIRST_PAUSE * 2 ** (self._in_a_row[death.peer] - 1))
         if self._stopping:
             return
-        deaths = self._deaths[death.peer]
+        deaths, in_start = self._deaths[death.peer], not self._started
         await self._launcher.start(next(spec for spec in self._specs if spec.name == death.peer))
         began = time.monotonic()
         while death.peer not in self._ready:
@@ -175,11 +179,10 @@ class Fleet(Processes):
             if time.monotonic() - began > self._start_seconds:
                 raise DeadlineError(f"{death.peer}, started again, was not ready within {self._start_seconds:g} s")
             await asyncio.sleep(0.02)
-        self._events.put(Returned(death.peer, self.facts(death.peer)))
-
-    def _restarted(self, name: str) -> int:
-        """Return how often in a row this worker may be restarted: never, until all workers were ready once."""
-        return self._restarts.get(name, 0) if self._started else 0
+        if in_start:
+            self.restarting.discard(death.peer)  # `start` waits for it, and nobody has missed it yet.
+        else:
+            self._events.put(Returned(death.peer, self.facts(death.peer)))
 
     def rejoined(self, name: str) -> None:
         """Report that a restarted worker does its work again. After that, a user's mistake in it ends the run."""
@@ -210,7 +213,7 @@ class Fleet(Processes):
             await asyncio.sleep(EXIT_NEWS_SECONDS)
             if self._deaths[death.peer] != deaths or not self.hub.lost(death.peer):
                 continue
-            if self._restarted(death.peer):
+            if self._started and self._restarts.get(death.peer, 0):
                 self._launcher.kill(death.peer)  # The exit event causes the restart.
                 continue
             self.hub.mark_dead(death)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.channel.events import Died, Events
+from headrace.channel.events import Died, Events, Returned
 from headrace.channel.vital import EXIT_LOST
 from headrace.channel.worker_link import WorkerLink
 from headrace.cluster import supervision
@@ -31,11 +31,12 @@ class Played:
         self.starts += 1
         self.address = spec.address
 
-    def becomes_ready(self) -> None:
+    def becomes_ready(self, ready: bool = True) -> None:
         """What the process of the newest start says over the wire."""
         self.link = WorkerLink(ENGINE, self.address, Path(), on_lost=lambda: None)
         self.link.start()
-        self.link.ready(start=self.starts)
+        if ready:
+            self.link.ready(start=self.starts)
 
     async def next_exit(self) -> Exit:
         return await asyncio.wait_for(self.exits.get(), SECONDS)
@@ -92,6 +93,35 @@ async def test_what_lost_what_it_depends_on_is_started_again_and_says_what(tmp_p
 
     (death,) = await supervised(tmp_path, play)
     assert str(death) == "engine-0 died: vLLM died: it cannot be reached"
+
+
+@pytest.mark.parametrize(("code", "starts"), [(-9, 2), (1, 1), (EXIT_USER_ERROR, 1)])
+async def test_what_is_killed_while_the_run_starts_is_started_again_and_what_fails_is_not(
+    tmp_path: Path, code: int, starts: int
+) -> None:
+    launcher, events = Played(), Events()
+    fleet = Fleet(launcher, tmp_path, [Place(role="engine", rank=0, host="localhost")], events, {ENGINE: 2})
+    ended = None
+    try:
+        async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(fleet.watch())
+            starting = tasks.create_task(fleet.start(SECONDS))
+            await until(lambda: launcher.starts == 1)
+            launcher.becomes_ready(ready=False)
+            launcher.ends(code, "it has failed")
+            await until(lambda: launcher.starts == 2)
+            launcher.becomes_ready()
+            await starting
+            await until(lambda: not fleet.restarting)
+            watching.cancel()
+    except ExceptionGroup as error:
+        ended = error
+    finally:
+        await fleet.stop()
+    assert launcher.starts == starts
+    assert (ended is None) == (starts == 2)
+    # The controller was not there yet, and must not hear of a return.
+    assert not any(isinstance(event, Returned) for event in await events.take())
 
 
 async def test_a_mistake_ends_the_run_at_once_but_counts_as_a_death_while_coming_back(tmp_path: Path) -> None:
