@@ -196,7 +196,7 @@ def _damage_one(directory: Path, random: Random) -> tuple[str, Path]:
     if path.suffix == ".json" and random.random() < 0.5:
         try:
             changed = as_json(mutated_json(json.loads(data), random))
-        except ValueError:
+        except (ValueError, RecursionError):  # It was damaged before.
             changed = data
         if changed != data:
             path.write_bytes(changed)

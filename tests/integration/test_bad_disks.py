@@ -141,6 +141,12 @@ def test_a_damaged_journal_is_named_and_nothing_begins(run_dir: Path, where: str
 def test_a_torn_checkpoint_is_passed_over_for_the_one_before(run_dir: Path) -> None:
     newest = checkpoints(run_dir)[-1] / "model.safetensors"
     newest.write_bytes(newest.read_bytes()[:-100])
+    damage = "model.safetensors has other bytes than were written"
+    exported = headrace("export", str(run_dir), "--to", "hf")
+    assert exported.returncode == 0
+    assert f"{newest.parent.name}: {damage}; {checkpoints(run_dir)[-2].name} is taken" in exported.stderr
+    named = refused("export", str(run_dir), "--to", "hf", "--checkpoint", newest.parent.name)
+    assert named == f"--checkpoint {newest.parent.name}: {damage}"
     said = goes_on(run_dir, 4)
     assert f"{newest.parent.name}: model.safetensors has other bytes than were written; it is kept as damaged-" in said
     assert "config was: versions = 3" in said and "config now: versions = 4" in said

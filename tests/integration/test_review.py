@@ -164,6 +164,9 @@ def test_a_recorded_number_that_was_changed_is_found(copied: Path) -> None:
         file.seek(row[1])
         file.write(record)
     (problem,) = audited(copied).problems
+    told = headrace("audit", str(copied))
+    assert told.returncode == 1
+    assert told.stderr == f"headrace: {copied}: 1 found wrong, the first: {problem}\n"
     assert problem.startswith(f"rollout {target.id}: token {place} of trace 0, sampled by version {version}")
     assert "error 0.01;" in problem
     done = headrace("audit", str(copied), "--samples", "1000")

@@ -99,6 +99,7 @@ def audit(
     encoded = msgspec.json.format(msgspec.json.encode(found.as_dict()), indent=2).decode()
     typer.echo(encoded if as_json else describe_audit(found))
     if found.problems:
+        typer.echo(f"headrace: {run_dir}: {len(found.problems)} found wrong, the first: {found.problems[0]}", err=True)
         raise typer.Exit(1)
     if not found.compared:
         raise UserError(f"{run_dir}: nothing could be checked ({found.recorded:,} rollouts recorded); {HINT}")
@@ -115,6 +116,7 @@ def replay(
     found = replay_run(run_dir, None if until < 0 else until)
     typer.echo(json.dumps(found, indent=2) if as_json else describe(found))
     if not found["identical"]:
+        typer.echo(f"headrace: {run_dir}: the replayed weights differ from the published ones", err=True)
         raise typer.Exit(1)
 
 
@@ -172,14 +174,20 @@ def convert(run_dir: RunPath, as_json: AsJson = False) -> None:
 
 
 def _choose(checkpoints: Path, name: str | None) -> Path:
-    from headrace.training.checkpoints.base import by_name, latest
+    """Return the checkpoint with this name, or the newest whole one. Newer ones that are damaged are named."""
+    from headrace.training.checkpoints.base import by_name, incomplete, latest
 
+    known, broken = by_name(checkpoints), incomplete(checkpoints)
     if name is None:
         newest = latest(checkpoints)
+        damaged = [f"{other}: {damage}" for other, damage in broken.items() if newest is None or other > newest.name]
         if newest is None:
-            raise UserError(f"{checkpoints.parent} has no checkpoint yet")
+            raise UserError("; ".join(damaged) or f"{checkpoints.parent} has no checkpoint yet")
+        for line in damaged:
+            typer.echo(f"{line}; {newest.name} is taken", err=True)
         return newest
-    known = by_name(checkpoints)
+    if name in broken:
+        raise UserError(f"--checkpoint {name}: {broken[name]}")
     if name not in known:
         raise UserError(f"--checkpoint {name}: there is none of this name; there are {', '.join(known) or 'none'}")
     return known[name]

@@ -195,6 +195,12 @@ def by_version(directory: Path) -> dict[int, Path]:
     return {state.version: path for path, state in _complete(directory).items() if state.version != NO_VERSION}
 
 
+def incomplete(directory: Path) -> dict[str, str]:
+    """Return one line about each checkpoint that is not complete, by its name, oldest first."""
+    complete = _complete(directory)
+    return {path.name: damage_of(path) for path in _named(directory) if path not in complete}
+
+
 def prune(directory: Path, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints, and what crashed writes left."""
     clean(directory)
