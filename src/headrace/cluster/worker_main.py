@@ -94,13 +94,15 @@ def leave(code: int) -> NoReturn:
 def fix_threads(threads: int) -> None:
     """Fix the number of compute threads of this process, because sums depend on it to the last bit.
 
-    Call this before torch is used.
+    Call this before torch is used. In a process that has used it before, such as a notebook, only the threads of one
+    operation are fixed: torch does not change the number of operations side by side any more, and no sum depends on it.
     """
     _announce_threads(threads)
     import torch
 
     torch.set_num_threads(threads)
-    torch.set_num_interop_threads(1)
+    with contextlib.suppress(RuntimeError):
+        torch.set_num_interop_threads(1)
 
 
 def peak_gpu_memory() -> int:
