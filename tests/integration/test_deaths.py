@@ -66,6 +66,35 @@ def test_a_dead_worker_ends_the_run_with_its_name(tmp_path: Path, victim: str) -
     assert json.loads((run_dir / "summary.json").read_text())["outcome"] == "failed"
 
 
+def test_a_run_that_is_killed_while_it_starts_begins_with_the_resume(tmp_path: Path) -> None:
+    run = start("train", str(QUICKSTART), *settings(tmp_path, "pipeline.launcher=local"))
+    run_dir = tmp_path / "run"
+    deadline = time.monotonic() + 120
+    while not worker_pids(run_dir) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    # The workers still load their libraries. Nobody else may begin the run meanwhile.
+    run.send_signal(signal.SIGSTOP)
+    assert not (run_dir / "journal.db").exists()
+    beside = headrace("resume", str(run_dir))
+    assert (beside.returncode, beside.stdout) == (2, "")
+    assert beside.stderr == f"headrace: {run_dir}/journal.db is in use by a live run (process {run.pid})\n"
+    run.kill()
+    run.communicate(timeout=60)
+    while worker_pids(run_dir) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    done = headrace("resume", str(run_dir), "--set", "run.versions=3", "--set", "observe.display=plain")
+    assert done.returncode == 0, done.stderr
+    assert "the run had ended before it began: it begins now" in done.stderr + done.stdout
+    assert ledger(run_dir)["trained"] == 3 * 4
+    # What has been trained is not thrown away because the journal is gone.
+    (run_dir / "journal.db").unlink()
+    refused = headrace("resume", str(run_dir))
+    assert (refused.returncode, refused.stderr) == (
+        2,
+        f"headrace: {run_dir}: nothing to resume (it has no journal.db)\n",
+    )
+
+
 def deliveries(run_dir: Path, engine: str) -> int:
     with sqlite3.connect(run_dir / "journal.db") as db:
         return db.execute("SELECT count(*) FROM deliveries WHERE accepted AND engine = ?", (engine,)).fetchone()[0]

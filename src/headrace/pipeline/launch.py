@@ -24,7 +24,7 @@ import msgspec
 
 from headrace.buffer.journal import Journal
 from headrace.buffer.reader import open_readonly
-from headrace.buffer.store import check_resumable
+from headrace.buffer.store import check_resumable, lock_run
 from headrace.channel.events import Events
 from headrace.channel.worker_side import sweep_marked
 from headrace.cluster.inventory import place_run
@@ -382,8 +382,9 @@ def start_run(
             (run_dir.path / "prompts.jsonl").write_text(prompts)
         task, chat = check_inputs(config, reward)
         _check_models(config)
-        session = RunSession(config, run_dir, progress, task, chat)
-        with run_dir.report_full_disk():
+        # The lock is held from here on: a resume of a run that is only starting is refused.
+        with lock_run(run_dir.journal) as lock, run_dir.report_full_disk():
+            session = RunSession(config, run_dir, progress, task, chat, journal=partial(Journal, lock=lock))
             return session.execute()
     except UserError as error:
         resumable = isinstance(error, DiskError) or (session is not None and session.began)
@@ -422,17 +423,32 @@ def _set_damage_aside(run_dir: RunDir, policy: str) -> Iterator[str]:
 
 
 def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) -> RunSession:
-    """Continue a run from its newest checkpoint. `settings` change its configuration; the changes are shown.
+    """Continue a run from its newest checkpoint, or begin it if it ended before it began.
 
-    The changed configuration is kept once every process has started with it.
+    `settings` change its configuration; the changes are shown. The changed configuration is kept once every process has
+    started with it.
     """
     run_dir, before = RunDir.open(path)
-    if not run_dir.journal.is_file():
-        raise UserError(f"{path}: nothing to resume (it has no journal.db)")
     config, _ = place_run(with_settings(before, settings))
+    if not run_dir.journal.is_file():
+        with lock_run(run_dir.journal) as lock:
+            return _begin_again(run_dir, config, progress, partial(Journal, lock=lock))
     # The lock is held from here on: another resume of the same run is refused before it starts anything.
     with check_resumable(run_dir.journal) as lock:
         return _resume(run_dir, before, config, progress, partial(Journal, lock=lock))
+
+
+def _begin_again(
+    run_dir: RunDir, config: Config, progress: Progress, make_journal: Callable[..., Journal]
+) -> RunSession:
+    """Begin a run whose processes were ended before the first of them had anything to do."""
+    if run_dir.metrics.exists() or any(run_dir.checkpoints.glob("step-*")) or (run_dir.path / "segments").exists():
+        raise UserError(f"{run_dir.path}: nothing to resume (it has no journal.db)")
+    task, chat = check_inputs(config)
+    _check_models(config)
+    progress.note("the run had ended before it began: it begins now")
+    with run_dir.report_full_disk(), run_dir.with_trial_config(config):
+        return RunSession(config, run_dir, progress, task, chat, journal=make_journal).execute()
 
 
 def _resume(
