@@ -10,7 +10,8 @@ from pathlib import Path
 from command_server import CommandServer
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 60.0
+SECONDS = 240.0
+"""A command that takes longer hangs. On a machine with much else to do, loading torch alone can take a minute."""
 EACH_FORK = 50
 MOST_LINES = 40
 LONGEST_LINE = 4_000
