@@ -24,7 +24,8 @@ from headrace.reference import call_factory, import_function
 
 LAST_LINES = 12
 LAST_BYTES = 1 << 16
-KILL_SECONDS = 5.0
+KILL_SECONDS = 30.0
+"""Seconds to wait until a killed process is gone. On a machine with much else to do, that may take a while."""
 SHARED = "HEADRACE_FORK_SERVER"
 """This variable names the socket of a process that gives every launcher a loaded fork server."""
 LEAVE_SECONDS = 5.0
