@@ -41,8 +41,7 @@ class Threads:
 
     async def _start(self, spec: WorkerSpec) -> None:
         await asyncio.sleep(self.slow)
-        link = WorkerLink(spec.name, spec.address, Path(spec.run_dir), on_lost=lambda: None, epoch=spec.epoch)
-        self.links[spec.name] = link
+        link = self.links[spec.name] = WorkerLink(spec.name, spec.address, Path(spec.run_dir), on_lost=lambda: None)
         link.start()
         link.ready()
 
