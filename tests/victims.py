@@ -55,7 +55,7 @@ class Victim:
         self._environment = {key: value for key, value in os.environ.items() if key != SHARED}
         self._environment |= {MARK: str(directory), "TMPDIR": str(self._sockets)}
         # The name is that of shared memory too, and tells this run's from others'.
-        self.name = f"attacked-{os.getpid()}-{directory.name}"
+        self.name = f"attacked-{os.getpid()}-{directory.parent.name}-{directory.name}"
         chosen = (*settings, f"run.directory={directory}", f"run.name={self.name}", f"run.versions={versions}")
         self.run_dir = directory / self.name
         self.controller = self._start("train", str(file), *set_all(*chosen))
