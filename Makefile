@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+RAY_STAMP := $(VENV)/.installed-ray
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_VERSION := 0.32.0
@@ -14,7 +15,7 @@ THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # Compiled bytecode is kept, also where the environment forbids it: tests start hundreds of processes.
 THREADS += PYTHONDONTWRITEBYTECODE=
 
-.PHONY: setup quickstart quickstart-control test lint fmt docs unit slow gpu chaos attack kills examples smollm2 vllm test-vllm clean
+.PHONY: setup quickstart quickstart-control test lint fmt docs unit slow gpu chaos attack kills examples smollm2 vllm test-vllm cluster clean
 
 setup: $(STAMP)
 
@@ -99,6 +100,15 @@ $(VLLM_STAMP): pyproject.toml
 test-vllm: setup vllm
 	$(BIN)/python examples/smollm2/fetch.py
 	$(THREADS) HEADRACE_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/pytest -m vllm $(PARALLEL) tests/vllm_server
+
+# Several hosts of network namespaces on this machine, with a real Ray cluster on them. Needs root, on Linux.
+cluster: $(RAY_STAMP)
+	command -v ip || (apt-get update && apt-get install --yes iproute2)
+	$(THREADS) $(BIN)/pytest -m cluster tests/cluster
+
+$(RAY_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[ray]"
+	touch $(RAY_STAMP)
 
 fmt: setup
 	$(BIN)/ruff check --fix .

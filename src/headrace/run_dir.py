@@ -47,11 +47,19 @@ class RunDir:
         try:
             run_dir.path.mkdir(parents=True)
             write_whole(run_dir.config, dump_config(config).encode(), durable=True)
+            run_dir.link_checkpoints(config)
             sync(run_dir.path.parent)
         except OSError as error:
             shutil.rmtree(run_dir.path, ignore_errors=True)
             raise UserError(f"[run] directory: {run_dir.path} cannot be made: {error.strerror}") from error
         return run_dir
+
+    def link_checkpoints(self, config: Config) -> None:
+        """Make `checkpoints` lead to the run's folder in `[training] checkpoint_directory`, if that is given."""
+        if config.training.checkpoint_directory and not self.checkpoints.is_symlink():
+            folder = (Path(config.training.checkpoint_directory) / config.run.name).absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            self.checkpoints.symlink_to(folder, target_is_directory=True)
 
     @contextmanager
     def with_trial_config(self, config: Config) -> Iterator[None]:

@@ -29,11 +29,14 @@ NOT_RUN = {
     ".venv/bin/pre-commit install": "changes the reader's checkout",
     "path/to/vllm/bin/python -m pip ": "needs a network",
     "VLLM_SERVER_DEV_MODE=1 ": "needs vLLM; `make test-vllm` starts such servers",
+    "ray ": "needs Ray; tests/cluster/test_ray_launcher.py starts a cluster",
+    "headrace train two_nodes.toml ": "needs two nodes with 8 GPUs each",
     "headrace bench engine ": "needs a GPU; tests/integration/test_bench_engine.py runs a small one",
     "headrace bench train ": "needs a GPU; tests/integration/test_bench_train.py runs a small one",
     "headrace bench loop": "takes minutes; tests/integration/test_bench_loops.py runs a small one",
     "headrace bench delivery ": "takes minutes; tests/integration/test_bench_delivery.py runs small ones",
     "headrace bench journal": "takes minutes; tests/integration/test_bench_loops.py runs a small one",
+    "headrace doctor --gpus": "needs a GPU; tests/integration/test_doctor_runs.py runs it on CPUs",
     "headrace gateway ": "waits for agents; test_the_agent_from_outside_trains_a_run runs it",
 }
 """How commands begin that are not run here, with the reason. Those of Headrace are parsed."""

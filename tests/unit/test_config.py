@@ -46,8 +46,9 @@ KEYS = {
     },
     "training": {
         "threads", "learning_rate", "warmup_steps", "schedule", "weight_decay", "beta1", "beta2", "clip_norm",
-        "micro_batch_tokens", "share_prefixes", "checkpoint_every", "keep_checkpoints", "learning_rates", "optimizer",
-        "max_skipped", "ranks", "gpus", "tensor_parallel", "compute_dtype", "activation_checkpointing", "offload",
+        "micro_batch_tokens", "share_prefixes", "checkpoint_every", "checkpoint_directory", "keep_checkpoints",
+        "learning_rates", "optimizer", "max_skipped",
+        "ranks", "gpus", "tensor_parallel", "compute_dtype", "activation_checkpointing", "offload",
         "device", "compile",
     },
     "lora": {"rank", "alpha", "dropout", "targets", "modules", "base", "serve"},
@@ -59,6 +60,7 @@ KEYS = {
     "evaluate": {"every", "prompts", "during", "samples", "temperature", "deadline"},
     "gateway": {"serve", "bind", "port", "connections", "max_body", "queue"},
     "pipeline": {"launcher", "stall_seconds", "start_seconds", "restarts", "one_gpu", "record"},
+    "cluster": {"hosts", "address", "silence_seconds", "wait_seconds", "trusted_network"},
     "observe": {"display", "timeline", "keep_rollouts", "trackers"},
 }  # fmt: skip
 
@@ -128,7 +130,7 @@ def test_keys_are_pinned() -> None:
         ),
         (
             "pipeline.launcher=slurm",
-            f"[pipeline] launcher: invalid enum value 'slurm' (one of: auto, local, forked, {OR_OWN})",
+            f"[pipeline] launcher: invalid enum value 'slurm' (one of: auto, local, forked, ray, {OR_OWN})",
         ),
         (
             'algorithm.corrections=["tsi"]',
@@ -227,6 +229,12 @@ def test_values_that_cannot_go_together() -> None:
         make_config(MINIMAL, ["delivery.bind=0.0.0.0"])
     with pytest.raises(ConfigError, match=r"\[gateway\] bind: 0.0.0.0 is every interface; .* that agents can reach"):
         make_config(MINIMAL, ["gateway.bind=0.0.0.0"])
+    far = ["delivery.transport=nccl", "delivery.bind=10.0.0.1"]
+    with pytest.raises(
+        ConfigError, match=r'^\[cluster\] trusted_network: \[delivery\] transport = "nccl" would .*10.0.0.1'
+    ):
+        make_config(MINIMAL, far)
+    assert make_config(MINIMAL, [*far, "cluster.trusted_network=true"]).cluster.trusted_network
     with pytest.raises(ConfigError, match=r"\[task\] command: give an agent or a command, not both"):
         make_config({**MINIMAL, "task": {"kind": "agent", "path": "p", "agent": "a:b", "command": ["c"]}})
     with pytest.raises(ConfigError, match=r"\[evaluate\] every"):

@@ -30,6 +30,7 @@ OWNERS = {
     "headrace/channel/worker_pool.py:_Worker.__init__": "The worker's questions fail, and the worker is replaced.",
     "headrace/cluster/launchers/local.py:ForkedLauncher._connect": "`next_exit` raises its error, which ends the run.",
     "headrace/cluster/launchers/local.py:LocalLauncher.start": "`next_exit` raises its error, which ends the run.",
+    "headrace/cluster/supervision.py:Fleet._dispatch": "`Hub.failed` raises its error, which ends the run.",
     "headrace/delivery/copying.py:share": FUTURES,
     "headrace/delivery/delta.py:_in_order": FUTURES,
     "headrace/delivery/digest.py:GrowingDigest.__init__": FUTURES,

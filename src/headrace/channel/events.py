@@ -46,6 +46,14 @@ class Died(Event):
 
 
 @dataclass(frozen=True)
+class Awaited(Event):
+    """The host of a worker that died cannot be reached. The worker is started when the host is back."""
+
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Returned(Event):
     """A worker that died was restarted and is ready."""
 

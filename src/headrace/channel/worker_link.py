@@ -6,6 +6,7 @@ without is a `vital_thread`: an error in it ends the process with that reason, s
 """
 
 import contextlib
+import logging
 import os
 import queue
 import threading
@@ -13,17 +14,31 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 import msgspec
 import zmq
 
 from headrace.channel.codec import PROTOCOL, Failure, Frame, Message, pack, unpack
-from headrace.channel.heartbeats import BEAT_SECONDS, SILENCE_SECONDS, Alive, Heartbeat, Hello, Ready
+from headrace.channel.heartbeats import (
+    BEAT_SECONDS,
+    SILENCE_SECONDS,
+    Alive,
+    Heartbeat,
+    Hello,
+    LogText,
+    Ready,
+    Refused,
+    Welcome,
+    identity,
+)
 from headrace.channel.vital import vital_thread
 from headrace.observe.spans import SpanRecorder
 
 CLOSE_SECONDS = 5.0
 EXIT_ORPHAN = 3
+
+logger = logging.getLogger(__name__)
 
 
 class Incoming(msgspec.Struct, frozen=True):
@@ -33,28 +48,54 @@ class Incoming(msgspec.Struct, frozen=True):
     message: Message
 
 
+class LinkKeys(msgspec.Struct, frozen=True):
+    """The keys of an encrypted link, encoded as Z85: the hub's public key, and the worker's own pair."""
+
+    hub: bytes
+    public: bytes
+    secret: bytes
+
+    @classmethod
+    def made(cls, hub: str) -> Self:
+        """Make a new pair for this worker."""
+        return cls(hub.encode(), *zmq.curve_keypair())
+
+
 class WorkerLink:
     """The link that every role of a worker uses. It is made from (name, address, run directory) alone.
 
-    `neighbours` are the names of the workers that share this worker's GPU.
+    `neighbours` are the names of the workers that share this worker's GPU. `epoch` says how many processes of this name
+    were started before. With `keys`, the link is encrypted. `run_dir` is None until `receive_welcome` if the worker has
+    no run directory.
 
     `send`, `reply`, `fail` and `count_generated` may be called from any thread. `on_lost` is called when nothing was
-    heard from the controller for `SILENCE_SECONDS`, and again at every later heartbeat while the silence lasts. It runs
-    in the thread of the channel, and so does `beat`: nothing is sent or received until they return.
+    heard from the controller for too long, and again at every later heartbeat while the silence lasts, and when this
+    process was replaced by another one. It runs in the thread of the channel, and so does `beat`: nothing is sent or
+    received until they return.
     """
 
     def __init__(
         self,
         name: str,
         address: str,
-        run_dir: Path,
+        run_dir: Path | None,
         on_lost: Callable[[], None] = lambda: os._exit(EXIT_ORPHAN),
         *,
         neighbours: tuple[str, ...] = (),
+        epoch: int = 0,
+        own_address: str = "",
+        keys: LinkKeys | None = None,
     ) -> None:
         self.name = name
         self.neighbours = neighbours
-        self.run_dir = run_dir
+        self.own_address = own_address
+        """The address at which other hosts reach this one. Empty on a run of one host."""
+        self.new_log_text: Callable[[], str] = str
+        """A function that returns what was written to the log since its last call, to be sent to the controller."""
+        self._run_dir = run_dir
+        self._identity = identity(name, epoch)
+        self._keys = keys
+        self._silence = SILENCE_SECONDS
         self.spans = SpanRecorder()
         self.phase = "starting"
         self.peak_memory: Callable[[], int] = int
@@ -71,13 +112,35 @@ class WorkerLink:
         self._stopping = threading.Event()
         self._thread = vital_thread(self._run, name="channel")
 
+    @property
+    def has_files(self) -> bool:
+        """Whether this host has the run directory, or what stands for it."""
+        return self._run_dir is not None
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory, or what stands for it on a host that does not have it."""
+        assert self._run_dir is not None, "the welcome has not come yet"
+        return self._run_dir
+
     def start(self) -> None:
         """Queue the first message, `Hello`, and start the thread, which connects and sends heartbeats.
 
         This returns at once, before the connection exists.
         """
-        self.send(Hello(protocol=PROTOCOL))
+        self.send(Hello(protocol=PROTOCOL, without_files=self._run_dir is None))
         self._thread.start()
+
+    def receive_welcome(self, settle: Callable[[Welcome], Path]) -> Welcome:
+        """Wait for the controller's `Welcome`. `settle` puts its files on this host and returns their directory.
+
+        The wait ends with the process if the controller stays silent.
+        """
+        while (incoming := self.next_message()) is None or not isinstance(incoming.message, Welcome):
+            pass
+        self._silence = incoming.message.silence_seconds
+        self._run_dir = settle(incoming.message)
+        return incoming.message
 
     def ready(self, **facts: int | float | str) -> None:
         """Tell the controller that this role serves from now on."""
@@ -146,10 +209,14 @@ class WorkerLink:
     def _run(self) -> None:
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, self.name.encode())
+        socket.setsockopt(zmq.IDENTITY, self._identity.encode())
         socket.setsockopt(zmq.LINGER, 1000)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
+        if self._keys is not None:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.hub)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
         socket.connect(self._address)
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
@@ -165,12 +232,21 @@ class WorkerLink:
                 heard = time.monotonic()
                 while socket.poll(0):
                     header, message = unpack(socket.recv_multipart(copy=False))
-                    if not isinstance(message, Alive):
+                    if isinstance(message, Refused):
+                        logger.warning("this process ends: %s", message.reason)
+                        self._on_lost()
+                    elif not isinstance(message, Alive):
                         self._take(Incoming(header.id, message))
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + BEAT_SECONDS
                 socket.send_multipart(pack("event", 0, self.beat()), copy=False)
-                if time.monotonic() - heard > SILENCE_SECONDS:
+                self._send_log(socket)
+                if time.monotonic() - heard > self._silence:
                     self._on_lost()
+        self._send_log(socket)
         socket.close()
         context.term()
+
+    def _send_log(self, socket: zmq.Socket[bytes]) -> None:
+        if text := self.new_log_text():
+            socket.send_multipart(pack("event", 0, LogText(text=text)), copy=False)

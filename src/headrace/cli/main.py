@@ -1,20 +1,17 @@
-"""The `headrace` program: its commands and how they end. The commands that examine a run are in `review`.
+"""The `headrace` program: its commands and how they end. Commands that examine a run are in `review`.
 
 Exit codes: 0 done, 1 the run failed, 2 a mistake of the user's (one line says which), 130 interrupted.
 
-`headrace check` and `headrace doctor` tell what is known about a run, and about this machine, before a run starts.
-`check` does not load torch. `headrace generate` answers a file of prompts with the embedded engine, and writes what
-training would record. `headrace bench` has measurements of Headrace beside a comparison, in one call. The options of
-such a command are the fields of its class in `bench/options.py`.
+`headrace check` tells what is known about a run before it starts, without loading torch. `headrace doctor`, in
+`cli/doctor.py`, examines this machine. `headrace generate` answers a file of prompts with the embedded engine, and
+writes what training would record. `headrace bench` has measurements of Headrace beside a comparison, in one call. The
+options of such a command are the fields of its class in `bench/options.py`.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-import os
-import platform
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -25,7 +22,7 @@ import msgspec
 import typer
 
 from headrace.bench.options import Bench, DeliveryBench, EngineBench, JournalBench, LoopBench, TrainBench, lines
-from headrace.cli import AsJson, ConfigPath, RunPath, Settings, review
+from headrace.cli import AsJson, ConfigPath, RunPath, Settings, doctor, review
 from headrace.errors import ConfigError, DataError, HeadraceError, PeerDied, UserError, one_line
 
 if TYPE_CHECKING:
@@ -45,7 +42,6 @@ BENCHES: dict[str, type[Bench]] = {
 """The command -> its options. The function `bench_NAME` of the module `headrace.bench.NAME` measures."""
 LINE_LENGTH = 4000
 """The most characters of an error's line. A stall names every wait."""
-PACKAGES = ("torch", "transformers", "tokenizers", "peft", "safetensors", "msgspec", "pyzmq", "numpy", "reasoning-gym")
 
 
 def train(config: ConfigPath, settings: Settings = None, as_json: AsJson = False) -> None:
@@ -131,17 +127,23 @@ def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False
 
 
 def _placed(config: Config) -> tuple[Config, Callable[[ModelFacts], list[str]]]:
-    """Place a run on this host. Without GPUs here, a configuration for GPUs is not refused, and its line is told."""
-    from headrace.cluster.inventory import describe, memory_needs, place_run, this_host
+    """Place a run on its hosts. Without GPUs there, a configuration for GPUs is not refused, and its line is told."""
+    from headrace.cluster.inventory import describe, memory_needs, place_run
+    from headrace.cluster.launchers.local import hosts_of
 
+    hosts = hosts_of(config)
     try:
-        placed, placement = place_run(config)
+        placed, placement = place_run(config, hosts)
     except ConfigError as error:
-        if this_host().gpus:
+        if any(host.gpus for host in hosts):
             raise
         line = f"not on this host: {error}"
         return config, lambda facts: [line]
-    return placed, lambda facts: describe(placement, memory_needs(placed, facts))
+
+    def places(facts: ModelFacts) -> list[str]:
+        return [f"{name:<11} {where}" for name, where in describe(placement, memory_needs(placed, facts)).items()]
+
+    return placed, places
 
 
 def _check_lines(found: dict[str, Any]) -> list[str]:
@@ -165,56 +167,6 @@ def _check_lines(found: dict[str, Any]) -> list[str]:
         *(f"places      {line}" for line in found["placement"]),
         *(f"note        {remark}" for remark in found["remarks"]),
     ]
-
-
-def doctor(as_json: AsJson = False) -> None:
-    """Report what this machine has and which paths a run will use."""
-    import torch
-
-    from headrace.config.schema import DeliveryConfig
-    from headrace.delivery.setup import choose
-
-    cuda = torch.cuda.is_available()
-    shm = Path("/dev/shm")
-    device = "cuda" if cuda else "cpu"
-    choice = choose(DeliveryConfig(), shm, trainer=device, engines=device)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    found: dict[str, dict[str, Any]] = {
-        "machine": {
-            "system": f"{platform.system()} {platform.machine()}",
-            "python": sys.version.split()[0],
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "memory": f"{memory / 1e9:.1f} GB",
-            "shared memory": f"{shutil.disk_usage(shm).free / 1e9:.1f} GB free" if shm.is_dir() else "none",
-            "gpu": torch.cuda.get_device_name(0) if cuda else "none",
-        },
-        "packages": {name: _version(name) for name in PACKAGES},
-        "paths": {
-            "engine": "embedded, GPU: Triton kernels, captured steps, compiled layers"
-            if cuda
-            else "embedded, CPU: paged attention in plain torch",
-            "weights": f"{choice.transport}: {choice.why}; others: [delivery] transport",
-            "training": "one process, packed sequences, "
-            + ("GPU: float32 masters, bfloat16 passes, compiled layers" if cuda else "CPU: float32"),
-            "threads": f"{torch.get_num_threads()} by default; [engine] threads and [training] threads decide",
-        },
-    }
-    if as_json:
-        typer.echo(json.dumps(found, indent=2))
-        return
-    for section, facts in found.items():
-        typer.echo(section)
-        for name, value in facts.items():
-            typer.echo(f"  {name:<16} {value}")
-
-
-def _version(package: str) -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed" + (' (pip install "headrace[tasks]")' if package == "reasoning-gym" else "")
 
 
 _INT32 = 2**31 - 1
@@ -401,7 +353,7 @@ app.command()(review.replay)
 app.command()(review.stall)
 app.command()(review.export)
 app.command()(review.convert)
-app.command()(doctor)
+app.command()(doctor.doctor)
 
 
 def main() -> None:

@@ -2,6 +2,8 @@
 
 EXIT_USER_ERROR = 2
 """The user made a mistake, and the last line of the worker's log names it. A restart would not help."""
+KEY_LINE = "headrace worker key: "
+"""The beginning of the first line that a worker with a `server_key` prints. Its public key follows."""
 
 
 class Processes:

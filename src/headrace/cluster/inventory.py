@@ -3,7 +3,7 @@
 import ctypes
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,13 +15,16 @@ from headrace.config.schema import Config
 from headrace.errors import ConfigError
 
 THIS_HOST = "localhost"
+TEXT_BYTES = 96
+"""The length that the driver's library asks for in a buffer for a text."""
 
 
 class Device(msgspec.Struct, frozen=True):
-    """A GPU of this host as its driver reports it. An older driver may not tell the UUID and the memory."""
+    """A GPU of this host as its driver reports it. An older driver may not tell the UUID, the memory and the name."""
 
     uuid: str = ""
     memory: int = 0
+    name: str = ""
 
 
 class _Memory(ctypes.Structure):
@@ -37,7 +40,7 @@ def this_host(environment: Mapping[str, str] = os.environ) -> Host:
 def visible(present: list[Device], variable: str | None) -> tuple[Gpu, ...]:
     """Return the GPUs that CUDA would show with this value of `CUDA_VISIBLE_DEVICES`, in its order."""
     if variable is None:
-        return tuple(Gpu(str(index), device.memory) for index, device in enumerate(present))
+        return tuple(Gpu(str(index), device.memory, device.name) for index, device in enumerate(present))
     found: list[Gpu] = []
     for word in (word.strip() for word in variable.split(",")):
         if word.isdecimal():
@@ -48,7 +51,7 @@ def visible(present: list[Device], variable: str | None) -> tuple[Gpu, ...]:
             device = Device(word) if device is None and word.startswith("MIG-") and present else device
         if device is None:
             break  # CUDA stops at the first name that it does not know, such as -1.
-        found.append(Gpu(word, device.memory))
+        found.append(Gpu(word, device.memory, device.name))
     return tuple(found)
 
 
@@ -71,22 +74,26 @@ def _ask_driver(library: ctypes.CDLL) -> list[Device]:
         count, found = ctypes.c_uint(), []
         call("nvmlDeviceGetCount_v2", ctypes.byref(count))
         for index in range(count.value):
-            handle, uuid, memory = ctypes.c_void_p(), ctypes.create_string_buffer(96), _Memory()
+            handle, memory = ctypes.c_void_p(), _Memory()
+            uuid, name = ctypes.create_string_buffer(TEXT_BYTES), ctypes.create_string_buffer(TEXT_BYTES)
             call("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(handle))
-            call("nvmlDeviceGetUUID", handle, uuid, ctypes.c_uint(len(uuid)))
+            call("nvmlDeviceGetUUID", handle, uuid, ctypes.c_uint(TEXT_BYTES))
+            call("nvmlDeviceGetName", handle, name, ctypes.c_uint(TEXT_BYTES))
             call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
-            found.append(Device(uuid.value.decode(), memory.total))
+            found.append(Device(uuid.value.decode(), memory.total, name.value.decode()))
         return found
     finally:
         library.nvmlShutdown()
 
 
-def place_run(config: Config, hosts: list[Host] | None = None) -> tuple[Config, Placement]:
-    """Place a run on its hosts, by default on this one, and return its configuration with the numbers of workers.
+def place_run(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]:
+    """Place a run on these hosts, and return its configuration with the numbers of workers.
 
-    GPUs are divided by the estimate of `headrace check`. Raises `ConfigError` if workers do not fit on their GPUs.
+    `[cluster] hosts` says which of them are used, and in which order. GPUs are divided by the estimate of `headrace
+    check`. Raises `ConfigError` if workers do not fit on their GPUs.
     """
-    hosts = hosts if hosts is not None else [this_host()]
+    if config.cluster.hosts:
+        hosts = [_named(name, hosts) for name in config.cluster.hosts]
     if config.engine.gpus_per_engine > 1:
         raise ConfigError("[engine] gpus_per_engine: new weights reach engines of one GPU only, so far")
     if not any(host.gpus for host in hosts):
@@ -104,18 +111,26 @@ def place_run(config: Config, hosts: list[Host] | None = None) -> tuple[Config, 
     return placed, placement
 
 
+def _named(name: str, hosts: Sequence[Host]) -> Host:
+    for host in hosts:
+        if name in (host.name, host.address):
+            return host
+    known = ", ".join(f"{host.name} ({host.address})" if host.address else host.name for host in hosts)
+    raise ConfigError(f"[cluster] hosts: there is no host {name!r} (only {known})")
+
+
 def memory_needs(config: Config, facts: ModelFacts) -> dict[str, int]:
     """Return the estimated least GPU memory of a trainer rank and of an engine, in bytes."""
     trainer = trainer_memory(config, facts, teacher_facts(config))
     return {"trainer": trainer.total, "engine": least_engine_bytes(config, facts)}
 
 
-def describe(placement: Placement, needs: Mapping[str, int]) -> list[str]:
-    """Return the map of a placement: a line for each worker, with its host, its GPUs and the memory that it needs."""
-    found = []
+def describe(placement: Placement, needs: Mapping[str, int] | None = None) -> dict[str, str]:
+    """Return the map of a placement: worker -> its host, its GPUs and, with `needs`, the memory that it needs."""
+    found = {}
     for worker in placement.places:
         where = f"GPU {', '.join(worker.gpus)}" if worker.gpus else f"CPU, {worker.threads} compute threads"
-        memory = f", at least {needs[worker.role] / 2**30:.1f} GiB" if worker.gpus else ""
+        memory = f", at least {needs[worker.role] / 2**30:.1f} GiB" if worker.gpus and needs is not None else ""
         beside = f", shared with {', '.join(worker.neighbours)}" if worker.neighbours else ""
-        found.append(f"{worker.name:<11} {worker.host}, {where}{memory}{beside}")
+        found[worker.name] = f"{worker.host}, {where}{memory}{beside}"
     return found

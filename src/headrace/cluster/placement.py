@@ -16,11 +16,12 @@ else.
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from headrace.config.checks import check_together
+from headrace.config.checks import check_together, check_trusted
 from headrace.config.declared import transport_facts
 from headrace.config.schema import Config, Gpus
 from headrace.errors import ConfigError
@@ -30,10 +31,12 @@ _RANGE = re.compile(r"(?:(?P<host>[^:,]+):)?(?P<first>\d+)(?:-(?P<last>\d+))?")
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """A GPU of a host: its name as `CUDA_VISIBLE_DEVICES` takes it (an index or a UUID), and its memory in bytes."""
+    """A GPU of a host, as `CUDA_VISIBLE_DEVICES` takes it (an index or a UUID), and its memory in bytes."""
 
     id: str
     memory: int = 0
+    name: str = ""
+    """The name of the product, if it is known."""
 
 
 class Host(msgspec.Struct, frozen=True):
@@ -42,6 +45,8 @@ class Host(msgspec.Struct, frozen=True):
     name: str
     gpus: tuple[Gpu, ...] = ()
     cores: int = 1
+    address: str = ""
+    """The address at which other hosts reach it. Empty on a run of one host."""
 
 
 class Slot(msgspec.Struct, frozen=True):
@@ -67,6 +72,10 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     neighbours: tuple[str, ...] = ()
     """The names of the workers that share a GPU with it."""
     threads: int = 1
+    address: str = ""
+    """The address at which other hosts reach its host. Empty on a run of one host."""
+    meet_at: str = ""
+    """The address of its host at which this trainer rank meets the others. Empty if they meet in the run directory."""
 
     @property
     def name(self) -> str:
@@ -88,16 +97,29 @@ class Placement(msgspec.Struct, frozen=True):
         """Return the places of the workers with this role."""
         return [place for place in self.places if place.role == role]
 
+    @property
+    def hosts(self) -> list[str]:
+        """The names of the hosts that have a worker."""
+        return list(dict.fromkeys(place.host for place in self.places))
+
     def applied(self, config: Config) -> Config:
-        """Return the configuration with the numbers of engines and ranks that are placed, checked again."""
-        engine, training = config.engine, config.training
+        """Return the configuration with what follows from the placement, checked again.
+
+        These are the numbers of engines and ranks, and on several hosts the transport of the weights.
+        """
+        engine, training, delivery = config.engine, config.training, config.delivery
+        if len(self.hosts) > 1:
+            if delivery.transport == "auto":
+                delivery = msgspec.structs.replace(delivery, transport="tcp")
+            _check_hosts(config, delivery.transport, {place.host for place in self.of("trainer")})
+        _check_devices(delivery.transport, self.places)
         if not engine.urls:
             engine = msgspec.structs.replace(engine, count=len(self.of("engine")))
         training = msgspec.structs.replace(training, ranks=len(self.of("trainer")))
         # Each side must know the device of the other, and sees only its own GPUs.
         engine = msgspec.structs.replace(engine, device="cpu") if engine.gpus == 0 else engine
         training = msgspec.structs.replace(training, device="cpu") if training.gpus == 0 else training
-        found = msgspec.structs.replace(config, engine=engine, training=training)
+        found = msgspec.structs.replace(config, engine=engine, training=training, delivery=delivery)
         check_together(found)
         return found
 
@@ -121,8 +143,10 @@ def place(config: Config, hosts: Sequence[Host], rates: Rates = lambda: (1.0, 1.
         engines = [(name, []) for name in _spread(config.engine.processes, names, [name for name, _ in ranks])]
     workers = [("trainer", rank, *where) for rank, where in enumerate(ranks)]
     workers += [("engine", rank, *where) for rank, where in enumerate(engines)]
+    addresses = {host.name: host.address for host in hosts}
     ids = {Slot(host.name, i): gpu.id for host in hosts for i, gpu in enumerate(host.gpus)}
-    maps = _maps_trainer(config)
+    maps = _maps_trainer(config) and len({host for _, _, host, _ in workers}) == 1
+    meeting = _meeting(config, hosts, [host for host, _ in ranks])
 
     def at(role: str, rank: int, host: str, own: list[Slot]) -> Place:
         mapped = [slot for slot in training if maps and role == "engine" and own and slot.host == host]
@@ -135,9 +159,24 @@ def place(config: Config, hosts: Sequence[Host], rates: Rates = lambda: (1.0, 1.
             maps=tuple(ids[slot] for slot in mapped if slot not in own),
             neighbours=tuple(others),
             threads=config.engine.threads if role == "engine" else config.training.threads,
+            address=addresses[host],
+            meet_at=meeting.get(host, "") if role == "trainer" else "",
         )
 
     return Placement(tuple(at(*worker) for worker in workers))
+
+
+def move(place: Place, places: Sequence[Place], hosts: Sequence[Host]) -> Place | None:
+    """Return another place for a worker whose host is lost, on GPUs that no worker uses, or None if there is none."""
+    used = {(other.host, gpu) for other in places for gpu in other.gpus}
+    for host in hosts:
+        free = [gpu.id for gpu in host.gpus if (host.name, gpu.id) not in used]
+        if host.name != place.host and len(free) >= len(place.gpus):
+            own = tuple(free[: len(place.gpus)])
+            return msgspec.structs.replace(
+                place, host=host.name, address=host.address, gpus=own, maps=(), neighbours=()
+            )
+    return None
 
 
 def check_memory(placement: Placement, hosts: Sequence[Host], needs: Mapping[str, int]) -> None:
@@ -153,6 +192,20 @@ def check_memory(placement: Placement, hosts: Sequence[Host], needs: Mapping[str
             if gpu.memory and sum(here.values()) > gpu.memory:
                 listed = ", ".join(f"{name} needs {need / 2**30:.1f}" for name, need in here.items())
                 raise ConfigError(f"GPU {gpu.id} of {host.name} has {gpu.memory / 2**30:.1f} GiB of memory: {listed}")
+
+
+def _meeting(config: Config, hosts: Sequence[Host], used: Sequence[str]) -> dict[str, str]:
+    """Return the address at which trainer ranks meet, by host. On the controller's host they meet in the run directory.
+
+    Raises `ConfigError` if they are on several hosts and the network between them is not trusted.
+    """
+    if set(used) <= {hosts[0].name}:
+        return {}
+    if len(set(used)) == 1:
+        return {used[0]: "127.0.0.1"} if len(used) > 1 else {}
+    where = ", ".join(dict.fromkeys(used))
+    check_trusted(config.cluster.trusted_network, f"the trainer's ranks would talk over NCCL or gloo between {where}")
+    return {host.name: host.address for host in hosts}
 
 
 def _divide(config: Config, hosts: Sequence[Host], rates: Rates) -> tuple[list[Slot], list[Slot]]:
@@ -171,7 +224,7 @@ def _divide(config: Config, hosts: Sequence[Host], rates: Rates) -> tuple[list[S
     if own is None:
         free = [slot for slot in everything if slot not in (engines.named or ())]
         kept = len(everything) - len(free) if engines.named is not None else engines.number
-        count = _share(config, len(everything), kept, rates) if ranks.number is None else ranks.number
+        count = _share(config, free, len(everything), kept, rates) if ranks.number is None else ranks.number
         left = len(everything) - (kept or 0)
         if count > left or (count == 0 and ranks.number is None):
             raise ConfigError(
@@ -254,10 +307,15 @@ def _found(section: str, named: tuple[str | None, int], hosts: Sequence[Host]) -
     return Slot(host.name, index)
 
 
-def _share(config: Config, total: int, kept: int | None, rates: Rates) -> int:
-    """Return how many of the GPUs the trainer gets, where `kept` are the engines' or None if that is open too."""
+def _share(config: Config, free: Sequence[Slot], total: int, kept: int | None, rates: Rates) -> int:
+    """Return how many of the GPUs the trainer gets, where `kept` are the engines' or None if that is open too.
+
+    It gets no more `free` ones than one host has, unless its ranks may talk between hosts.
+    """
     size, tensor = config.engine.gpus_per_engine, config.training.tensor_parallel
     most = total - (kept if kept is not None else size)
+    if not config.cluster.trusted_network:
+        most = min(most, max(Counter(slot.host for slot in free).values(), default=0))
     if not _may_have_ranks(config):
         return min(1, most)
     if kept is not None:
@@ -300,6 +358,32 @@ def _spread(count: int, names: list[str], taken: list[str]) -> list[str]:
         order = {name: ((taken + found).count(name), found.count(name), -i) for i, name in enumerate(names)}
         found.append(min(names, key=order.__getitem__))
     return sorted(found, key=names.index)
+
+
+def _check_hosts(config: Config, transport: str, trainers: set[str]) -> None:
+    """Raise `ConfigError` if something in the configuration cannot span several hosts."""
+    if not transport_facts(transport).crosses_hosts:
+        raise ConfigError(
+            f'[delivery] transport = "{transport}" stays on one host, and the run has several ("tcp" works)'
+        )
+    if len(trainers) > 1 and not config.training.checkpoint_directory:
+        raise ConfigError("[training] checkpoint_directory: ranks on several hosts need one that all of them share")
+    if transport_facts(transport).needs_trust:
+        check_trusted(config.cluster.trusted_network, f'[delivery] transport = "{transport}" would leave the host')
+
+
+def _check_devices(transport: str, places: Sequence[Place]) -> None:
+    """Raise `ConfigError` if the transport cannot connect the devices of these workers."""
+    what, facts = f'[delivery] transport = "{transport}"', transport_facts(transport)
+    on_gpus = {bool(place.gpus) for place in places}
+    if facts.needs_gpu and on_gpus != {True}:
+        raise ConfigError(f"{what} needs trainer and engines on GPUs")
+    if facts.own_gpus and len(on_gpus) > 1:
+        raise ConfigError(f"{what} needs trainer and engines all on GPUs, or all on CPUs")
+    shared = next((place for place in places if place.neighbours), None)
+    if facts.own_gpus and shared is not None:
+        others = ", ".join(shared.neighbours)
+        raise ConfigError(f"{what} needs a GPU for each process, and {shared.name} shares one with {others}")
 
 
 def _maps_trainer(config: Config) -> bool:

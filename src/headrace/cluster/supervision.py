@@ -4,23 +4,40 @@ Messages from workers and news of their deaths go to one queue of events. A proc
 allowed, each time after a longer pause and a limited number of times. Otherwise its death ends the run, with its last
 lines of output: so does that of a process which fails by itself while the run starts. A run that ends leaves no process
 behind.
+
+On several hosts, silence alone says that a worker is dead, whatever a launcher knows. A worker of a host that cannot be
+reached is started again there once the host is back; until then its deaths do not count. Every start has a new
+epoch: the hub refuses an older process that returns.
 """
 
 import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.channel.codec import Message
-from headrace.channel.events import Died, Dropped, Events, Heard, Returned
-from headrace.channel.heartbeats import FailureReason, Heartbeat, Hello, Ready, Stop
+from headrace.channel.events import Awaited, Died, Dropped, Events, Heard, Returned
+from headrace.channel.heartbeats import (
+    SILENCE_SECONDS,
+    FailureReason,
+    Heartbeat,
+    Hello,
+    LogText,
+    MeetingPoint,
+    MeetingRequest,
+    Ready,
+    Stop,
+)
 from headrace.channel.hub import Hub
 from headrace.channel.vital import EXIT_LOST
 from headrace.cluster.base import EXIT_USER_ERROR, Processes
-from headrace.cluster.launchers.base import Exit, Launcher, WorkerSpec
-from headrace.cluster.placement import Place
+from headrace.cluster.launchers.base import ClusterLauncher, Exit, Launcher, WorkerSpec
+from headrace.cluster.launchers.exits import log_end
+from headrace.cluster.meeting import Meeting
+from headrace.cluster.placement import Host, Place, move
 from headrace.cluster.socket_dir import SocketDir, sweep_socket_dirs
 from headrace.errors import ChannelError, DeadlineError, PeerDied, UserError
 
@@ -30,8 +47,26 @@ FIRST_PAUSE = 0.5
 HEALTHY_SECONDS = 60.0
 """A process that has served for this many seconds is healthy: its earlier deaths no longer count."""
 EXIT_NEWS_SECONDS = 3.0
+HOST_SECONDS = 3.0
+"""Seconds between two attempts to start a worker on a host that cannot be reached."""
+MOVE_SECONDS = 15.0
+"""Seconds after which a trainer whose host cannot be reached is started on another host. Engines wait for theirs."""
 REASON_SECONDS = 0.2
 """The reason that a worker gives may arrive so many seconds after the news of its exit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeveralHosts:
+    """What a fleet needs to know if its workers may be on other hosts than the controller."""
+
+    hosts: Sequence[Host]
+    """All hosts of the run. The first one is the controller's own."""
+    address: str
+    """The address at which the other hosts reach it."""
+    silence: float
+    """A worker that is silent for so many seconds is dead."""
+    welcome: Callable[[Hub, str], Awaitable[None]]
+    """Sends what a worker with this name starts from, if it has no run directory."""
 
 
 class Fleet(Processes):
@@ -44,39 +79,39 @@ class Fleet(Processes):
         places: Sequence[Place],
         events: Events,
         restarts: Mapping[str, int] | None = None,
+        hosts: SeveralHosts | None = None,
     ) -> None:
         """Make the hub, but start nothing. `places` has one for every worker.
 
         `restarts` says how often in a row each worker may be restarted. The death of a worker that it does not name
-        ends the run.
+        ends the run. Without `hosts`, all workers are on this host.
         """
         self._launcher = launcher
+        self._hosts = hosts
         self._events = events
         self._restarts = dict(restarts or {})
         sweep_socket_dirs()
         self._sockets = SocketDir()
         names = {place.name for place in places}
-        address = f"ipc://{self._sockets.path}/hub"
-        self.hub = Hub(address, self._dispatch, self._silent, self._message_dropped, names=names)
+        address = f"ipc://{self._sockets.path}/hub" if hosts is None else f"tcp://{hosts.address}:*"
+        silence = SILENCE_SECONDS if hosts is None else hosts.silence
+        self.hub = Hub(address, self._dispatch, self._silent, self._message_dropped, names=names, silence=silence)
+        self._meeting = Meeting(self.hub, [place.name for place in places if place.role == "trainer"])
         self._reasons: dict[str, str] = {}
         """The reasons why workers end, by worker: the one that it gave, or that its messages cannot be read."""
-        self._specs = [
-            WorkerSpec(
-                role=place.role,
-                rank=place.rank,
-                address=self.hub.address,
-                run_dir=str(run_dir),
-                neighbours=place.neighbours,
-                environment=place.environment,
-            )
-            for place in places
-        ]
+        self._run_dir = run_dir
+        self._places = {place.name: place for place in places}
+        self._epochs: Counter[str] = Counter()
         self._ready: dict[str, Ready] = {}
         self._stopping = False
         self._start_seconds = 0.0
         self._silenced: asyncio.Queue[tuple[PeerDied, int]] = asyncio.Queue()
         self._deaths: Counter[str] = Counter()
         self._in_a_row: Counter[str] = Counter()
+        self._unheard: set[str] = set()
+        """The workers on other hosts that fell silent, or said nothing yet: their hosts may be lost."""
+        self._lost_since: dict[str, float] = {}
+        """Worker -> since when its host is lost."""
         self._ready_since: dict[str, float] = {}
         self.restarting: set[str] = set()
         """The workers that died and have not rejoined yet. Each has a deadline."""
@@ -95,15 +130,50 @@ class Fleet(Processes):
         """
         self._start_seconds = deadline
         self.hub.start()
-        for spec in self._specs:
-            await self._launcher.start(spec)
+        self._log("").parent.mkdir(exist_ok=True)
+        await self._reserve(list(self._places.values()))
+        async with asyncio.TaskGroup() as tasks:
+            for name in self._places:
+                tasks.create_task(self._launch(name), name=f"start {name}")
         began = time.monotonic()
-        while missing := [spec.name for spec in self._specs if spec.name not in self._ready]:
+        while missing := [name for name in self._places if name not in self._ready]:
             if time.monotonic() - began > deadline:
                 states = ", ".join(f"{name} ({self.phases.get(name, 'not heard of')})" for name in missing)
                 raise DeadlineError(f"not ready within {deadline:g} s: {states}")
             await asyncio.sleep(0.02)
         self._started = True
+
+    async def _launch(self, name: str) -> None:
+        """Start a worker in a new epoch. From now on, an older process of this name is refused."""
+        epoch = self._epochs[name]
+        self._epochs[name] += 1
+        self.hub.expect(name, epoch)
+        place = self._places[name]
+        spec = WorkerSpec(
+            role=place.role,
+            rank=place.rank,
+            address=self.hub.address,
+            run_dir=str(self._run_dir),
+            away=self._is_away(name),
+            host=place.host,
+            epoch=epoch,
+            own_address=place.address,
+            server_key=self.hub.public_key,
+            neighbours=place.neighbours,
+            meet_at=place.meet_at,
+            environment=place.environment,
+        )
+        if spec.away:
+            self._unheard.add(name)
+        if key := await self._launcher.start(spec):
+            self.hub.expect(name, epoch, key)
+
+    def _is_away(self, name: str) -> bool:
+        """Return whether a worker is on another host than the controller."""
+        return self._hosts is not None and self._places[name].host != self._hosts.hosts[0].name
+
+    def _log(self, name: str) -> Path:
+        return self._run_dir / "logs" / f"{name}.log"
 
     async def watch(self) -> None:
         """Watch the workers, and restart those that may be restarted, until one ends the run.
@@ -116,6 +186,7 @@ class Fleet(Processes):
             watchers.create_task(self.hub.failed(), name="watch the hub")
             watchers.create_task(self._watch_exits(watchers), name="watch exits")
             watchers.create_task(self._watch_silence(), name="watch silence")
+            watchers.create_task(self._meeting.tell(), name="tell ranks where to meet")
 
     async def _watch_exits(self, tasks: asyncio.TaskGroup) -> None:
         while True:
@@ -124,8 +195,11 @@ class Fleet(Processes):
                 continue
             if exited.code in (EXIT_USER_ERROR, EXIT_LOST) and exited.name not in self._reasons:
                 await asyncio.sleep(REASON_SECONDS)
-            reason = self._reasons.pop(exited.name, "") or _last_line(exited)
-            death = PeerDied(exited.name, reason or _how(exited), exited.last_lines)
+            lines = exited.last_lines
+            if self._is_away(exited.name):
+                lines = lines or log_end(self._log(exited.name))
+            reason = self._reasons.pop(exited.name, "") or _last_line(exited.code, lines)
+            death = PeerDied(exited.name, reason or _how(exited), lines)
             self._ready.pop(death.peer, None)
             self.hub.mark_dead(death)
             # Popped, because a process that dies before it is ready has not served, however long its predecessor
@@ -144,7 +218,10 @@ class Fleet(Processes):
                 raise death
             self._events.put(Died(death, restarts=True))
             self._deaths[death.peer] += 1
-            self._in_a_row[death.peer] += 1
+            if death.peer in self._unheard:
+                self._lost_since.setdefault(death.peer, time.monotonic())
+            else:
+                self._in_a_row[death.peer] += 1
             self.restarting.add(death.peer)
             tasks.create_task(self._restart(death), name=f"restart {death.peer}")
 
@@ -155,7 +232,7 @@ class Fleet(Processes):
         a little for another rank's exit that can be the cause, and returns that one if it comes.
         """
         exited = await self._launcher.next_exit()
-        ranks = [spec.name for spec in self._specs if spec.role == "trainer"]
+        ranks = [name for name, place in self._places.items() if place.role == "trainer"]
         if self._stopping or len(ranks) == 1 or exited.name not in ranks or not _may_follow(exited):
             return exited
         with contextlib.suppress(TimeoutError):
@@ -167,11 +244,14 @@ class Fleet(Processes):
         return exited
 
     async def _restart(self, death: PeerDied) -> None:
-        await asyncio.sleep(FIRST_PAUSE * 2 ** (self._in_a_row[death.peer] - 1))
+        lost = death.peer in self._lost_since
+        await asyncio.sleep(HOST_SECONDS if lost else FIRST_PAUSE * 2 ** (self._in_a_row[death.peer] - 1))
         if self._stopping:
             return
         deaths, in_start = self._deaths[death.peer], not self._started
-        await self._launcher.start(next(spec for spec in self._specs if spec.name == death.peer))
+        if lost:
+            await self._wait_or_move(death)
+        await self._launch(death.peer)
         began = time.monotonic()
         while death.peer not in self._ready:
             if self._deaths[death.peer] != deaths or self._stopping:
@@ -179,10 +259,31 @@ class Fleet(Processes):
             if time.monotonic() - began > self._start_seconds:
                 raise DeadlineError(f"{death.peer}, started again, was not ready within {self._start_seconds:g} s")
             await asyncio.sleep(0.02)
+        self._lost_since.pop(death.peer, None)
         if in_start:
             self.restarting.discard(death.peer)  # `start` waits for it, and nobody has missed it yet.
         else:
             self._events.put(Returned(death.peer, self.facts(death.peer)))
+
+    async def _wait_or_move(self, death: PeerDied) -> None:
+        """Say that a worker waits for its host. Move a trainer that has waited too long, if there is room."""
+        name, place = death.peer, self._places[death.peer]
+        waited = time.monotonic() - self._lost_since[name]
+        if waited < 2 * HOST_SECONDS:
+            self._events.put(Awaited(name, f"{place.host}: {death.reason}"))
+        if self._hosts is None or place.role != "trainer" or waited < MOVE_SECONDS:
+            return
+        others = [other for other in self._places.values() if other.name != name]
+        if (moved := move(place, others, self._hosts.hosts)) is not None:
+            self._places[name] = moved
+            self._lost_since[name] = time.monotonic()
+            await self._reserve([moved])
+            self._events.put(Awaited(name, f"{place.host} is lost; it is started on {moved.host}"))
+
+    async def _reserve(self, places: Sequence[Place]) -> None:
+        if isinstance(self._launcher, ClusterLauncher):
+            await self._launcher.hosts()
+            await self._launcher.reserve(places)
 
     def rejoined(self, name: str) -> None:
         """Report that a restarted worker does its work again. After that, a user's mistake in it ends the run."""
@@ -214,11 +315,17 @@ class Fleet(Processes):
             if self._deaths[death.peer] != deaths or not self.hub.lost(death.peer):
                 continue
             if self._started and self._restarts.get(death.peer, 0):
+                if self._is_away(death.peer):
+                    self._unheard.add(death.peer)
                 self._launcher.kill(death.peer)  # The exit event causes the restart.
                 continue
             self.hub.mark_dead(death)
             self._events.put(Died(death, restarts=False))
             raise death
+
+    async def _welcome(self, hosts: SeveralHosts, peer: str) -> None:
+        with contextlib.suppress(PeerDied):  # It is started again, and is then welcomed again.
+            await hosts.welcome(self.hub, peer)
 
     def _silent(self, death: PeerDied) -> None:
         if not self._stopping:
@@ -253,10 +360,19 @@ class Fleet(Processes):
                 self._ready_since[peer] = time.monotonic()
             case FailureReason(reason=reason):
                 self._reasons[peer] = reason
-            case Hello():
+            case LogText(text=text):
+                with self._log(peer).open("a") as log:
+                    log.write(text)
+            case Hello(without_files=without_files):
+                self._unheard.discard(peer)
                 self._reasons.pop(peer, None)
                 self.hub.forget(peer)
                 self.phases[peer] = "starting"
+                self._meeting.heard(peer, message)
+                if without_files and self._hosts is not None:
+                    self.hub.watch(asyncio.create_task(self._welcome(self._hosts, peer), name=f"welcome {peer}"))
+            case MeetingPoint() | MeetingRequest():
+                self._meeting.heard(peer, message)
             case _:
                 self._events.put(Heard(peer, message))
 
@@ -266,10 +382,10 @@ def _may_follow(exited: Exit) -> bool:
     return exited.code > 0 and exited.code != EXIT_USER_ERROR
 
 
-def _last_line(exited: Exit) -> str:
+def _last_line(code: int, lines: str) -> str:
     """Return the reason why a worker ended from the last line of its log, if its exit code says that it is there."""
-    told = exited.code in (EXIT_USER_ERROR, EXIT_LOST) and exited.last_lines
-    return exited.last_lines.splitlines()[-1] if told else ""
+    told = code in (EXIT_USER_ERROR, EXIT_LOST) and lines
+    return lines.splitlines()[-1] if told else ""
 
 
 def _how(exited: Exit) -> str:

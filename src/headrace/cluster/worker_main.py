@@ -1,9 +1,14 @@
 """The entry point of a worker: `python -m headrace.cluster.worker_main --role R --rank N --address A --run DIR`.
 
-A worker needs only these four arguments, and `--neighbours` if others share its GPU. It inherits no descriptor and no
-state, and reads no environment variable except those that show it its GPUs and say how one is shared (`mps`), so it may
-also be a fork of a process that has loaded its libraries. It ends when it is told to, when its parent dies, or when the
-controller falls silent. On the workers' side, concrete engines and trainers are chosen only here.
+A worker needs only these four arguments, `--neighbours` if others share its GPU, and `--meet-at` if it is a trainer
+rank that does not meet the others in the run directory. It inherits no descriptor and no state, and reads no
+environment variable except those that show it its GPUs and say how one is shared (`mps`), so it may also be a fork of a
+process that has loaded its libraries. It ends when it is told to, when its parent dies, or when the controller falls
+silent. On the workers' side, concrete engines and trainers are chosen only here.
+
+On another host than the controller's, `--server-key` is the hub's public key. The worker makes a key pair, prints the
+public key as its first line, and keeps the secret one in its memory. Without `--run` it has no run directory: what it
+needs comes over the link, and its log goes back over it.
 """
 
 import argparse
@@ -17,11 +22,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from headrace.buffer.reader import open_readonly
-from headrace.channel.heartbeats import FailureReason
+from headrace.channel.files import FileServer
+from headrace.channel.heartbeats import FailureReason, Welcome
 from headrace.channel.vital import EXIT_LOST
-from headrace.channel.worker_link import WorkerLink
+from headrace.channel.worker_link import LinkKeys, WorkerLink
 from headrace.channel.worker_side import die_with_parent
-from headrace.cluster.base import EXIT_USER_ERROR
+from headrace.cluster.base import EXIT_USER_ERROR, KEY_LINE
+from headrace.cluster.host_dir import HostDir, HostLog, redirect_output
 from headrace.cluster.mps import without_mps
 from headrace.config import AgentTaskConfig, Config
 from headrace.errors import HeadraceError, PeerDied, one_line
@@ -34,32 +41,82 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--role", choices=["engine", "trainer", "gateway"], required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--address", required=True)
-    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--run", type=Path)
     parser.add_argument("--neighbours", default="")
+    parser.add_argument("--meet-at", default="")
+    parser.add_argument("--epoch", type=int, default=0)
+    parser.add_argument("--own-address", default="")
+    parser.add_argument("--server-key", default="")
     arguments = parser.parse_args(argv)
+    name = f"{arguments.role}-{arguments.rank}"
+    keys = LinkKeys.made(arguments.server_key) if arguments.server_key else None
+    log = None
+    if keys is not None:
+        sys.stdout.write(f"{KEY_LINE}{keys.public.decode()}\n")
+        sys.stdout.flush()
+        if arguments.run is None:
+            log = HostLog()
+        else:
+            with (arguments.run / "logs" / f"{name}.log").open("ab") as file:
+                redirect_output(file)
     sys.stdout = sys.stderr = _Log(io.FileIO(2, "w", closefd=False), errors="backslashreplace", line_buffering=True)
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The controller handles Ctrl-C and asks workers to stop.
-    config = without_mps(RunDir(arguments.run).config_to_start_with(), os.environ)
-    neighbours = tuple(filter(None, arguments.neighbours.split(",")))
-    link = WorkerLink(f"{arguments.role}-{arguments.rank}", arguments.address, arguments.run, neighbours=neighbours)
+    link = WorkerLink(
+        name,
+        arguments.address,
+        arguments.run,
+        neighbours=tuple(filter(None, arguments.neighbours.split(","))),
+        epoch=arguments.epoch,
+        own_address=arguments.own_address,
+        keys=keys,
+    )
+    if log is not None:
+        link.new_log_text = log.new_text
     link.start()
+    with contextlib.ExitStack() as undo:
+        undo.callback(link.close)
+        return _serve(link, arguments.role, arguments.meet_at, undo)
+
+
+def _serve(link: WorkerLink, role: str, meet_at: str, undo: contextlib.ExitStack) -> int:
     try:
-        if arguments.role == "engine":
+        welcome = None if link.has_files else _settle(link, undo)
+        config = without_mps(RunDir(link.run_dir).config_to_start_with(), os.environ)
+        if role == "engine":
             _serve_engine(link, config)
-        elif arguments.role == "gateway":
+        elif role == "gateway":
             _serve_gateway(link, config)
         else:
-            _serve_trainer(link, config)
+            # A checkpoint of a later step than the journal's last has no history.
+            last_step = _last_step(link, config) if welcome is None else welcome.last_step
+            _serve_trainer(link, config, last_step, meet_at)
     except PeerDied as error:
         _say_why(link, error)
         return EXIT_LOST
     except HeadraceError as error:
         _say_why(link, error)
         return EXIT_USER_ERROR
-    finally:
-        link.close()
     return 0
+
+
+def _settle(link: WorkerLink, undo: contextlib.ExitStack) -> Welcome:
+    """Wait for the files of the run, and put them into a private directory of this host."""
+
+    def settle(welcome: Welcome) -> Path:
+        directory = HostDir(welcome.token, welcome.run)
+        undo.callback(directory.close)
+        directory.write(welcome.files)
+        run_dir = RunDir(directory.path)
+        run_dir.link_checkpoints(run_dir.config_to_start_with())
+        run_dir.checkpoints.mkdir(exist_ok=True)
+        return directory.path
+
+    link.phase = "waiting for the files of the run"
+    welcome = link.receive_welcome(settle)
+    if welcome.checkpoints:
+        FileServer(link, RunDir(link.run_dir).checkpoints).receive()
+    return welcome
 
 
 def _say_why(link: WorkerLink, error: HeadraceError) -> None:
@@ -141,18 +198,20 @@ def _serve_engine(link: WorkerLink, config: Config) -> None:
         serve_supplied(link, config)
 
 
-def _serve_trainer(link: WorkerLink, config: Config) -> None:
+def _last_step(link: WorkerLink, config: Config) -> int | None:
+    journal = link.run_dir / "journal.db"
+    if not journal.is_file():
+        return None
+    with open_readonly(journal) as reader:
+        return reader.last_step(config.policy_name)
+
+
+def _serve_trainer(link: WorkerLink, config: Config, last_step: int | None, meet_at: str) -> None:
     fix_threads(config.training.threads)
     link.peak_memory = peak_gpu_memory
     from headrace.training.serving import TrainerRole
 
-    # A checkpoint of a later step than the journal's last has no history.
-    journal = link.run_dir / "journal.db"
-    last_step = None
-    if journal.is_file():
-        with open_readonly(journal) as reader:
-            last_step = reader.last_step(config.policy_name)
-    TrainerRole(link, config, last_step).run()
+    TrainerRole(link, config, last_step, meet_at).run()
 
 
 def _serve_gateway(link: WorkerLink, config: Config) -> None:

@@ -108,12 +108,23 @@ def _check_ranks(config: Config) -> None:
 
 
 def check_transport(config: Config) -> None:
-    """Check what the transport, built in or the user's own, declares against the trainer's ranks and the engines."""
+    """Check what the transport, built in or the user's own, declares against ranks, engines and the network."""
     what, facts = f'[delivery] transport = "{config.delivery.transport}"', transport_facts(config.delivery.transport)
     if (config.training.processes > 1 or config.training.offload) and not facts.for_ranks:
         raise ConfigError(f"[training] ranks: {what} needs one rank without offload")
     if config.engine.kind == "vllm" and not facts.for_servers:
         raise ConfigError(f'[engine] kind = "vllm" does not go together with {what}')
+    if facts.needs_trust and not ipaddress.ip_address(config.delivery.bind).is_loopback:
+        check_trusted(config.cluster.trusted_network, f"{what} would listen on {config.delivery.bind}")
+
+
+def check_trusted(trusted: bool, what: str) -> None:
+    """Raise `ConfigError` unless the network is trusted. `what` says which traffic without keys would use it."""
+    if not trusted:
+        raise ConfigError(
+            f"[cluster] trusted_network: {what}, and that traffic is neither encrypted nor authenticated; set it to "
+            "true only if nobody else can reach the network between the hosts"
+        )
 
 
 def _check_lora(lora: LoraConfig) -> None:

@@ -70,6 +70,8 @@ class TransportFacts(msgspec.Struct, frozen=True):
     """Whether the transport works only where the weights are on GPUs."""
     on_device: bool = False
     """Whether published weights lie in the memory of the trainer's GPU."""
+    own_gpus: bool = False
+    """Whether every process needs a GPU of its own, unless all of them are on CPUs."""
     crosses_hosts: bool = True
     """Whether an engine on another host can receive."""
     for_servers: bool = True
@@ -80,6 +82,8 @@ class TransportFacts(msgspec.Struct, frozen=True):
     """Whether the transport writes to `[delivery] directory`."""
     uses_keys: bool = False
     """Whether the transport encrypts with keys of the run, which are made beforehand."""
+    needs_trust: bool = False
+    """Whether the transport has no keys, so that beyond loopback it needs `[cluster] trusted_network`."""
 
 
 class Needs(NamedTuple):

@@ -428,6 +428,9 @@ class TrainingConfig(Section, frozen=True):
     checkpoint_every: NonNegative = 0
     """The number of versions between checkpoints. 0 writes one checkpoint only, when the run finishes or after Ctrl-C.
     A run that is killed before that has none."""
+    checkpoint_directory: str = ""
+    """The directory in which the run's checkpoints are, in a folder with the name of the run. By default they are in
+    the run directory. A trainer on another host than the controller's needs a directory that all hosts share."""
     keep_checkpoints: Positive = 2
     """The number of newest checkpoints that stay on disk."""
 
@@ -487,8 +490,9 @@ class DeliveryConfig(Section, frozen=True):
     keep_files: Positive = 2
     """`file`: the number of newest versions that stay on disk. A version that is not acknowledged always stays."""
     bind: str = "127.0.0.1"
-    """`tcp`: the address of this host on which the trainer listens. On an address other than loopback, the connection
-    is encrypted, and only processes that can read the keys file of the run may connect. The run makes this file."""
+    """`tcp` and `nccl`: the address of this host on which the trainer listens. On an address other than loopback, `tcp`
+    is encrypted, and only processes that can read the keys file of the run may connect. The run makes this file. `nccl`
+    has no keys, so there it needs `[cluster] trusted_network`."""
     send: Literal["full", "delta"] = "full"
     """What is sent. `full`: all weights. `delta`: only the changes, without loss, where that is smaller. With [lora],
     only the adapter is sent."""
@@ -558,9 +562,10 @@ class GatewayConfig(Section, frozen=True):
 class PipelineConfig(Section, frozen=True):
     """[pipeline]: worker processes and deadlines."""
 
-    launcher: Annotated[str, Names(("auto", "local", "forked"))] = "auto"
-    """How worker processes start on this host. `local`: each by itself. `forked`: forked from a process that has loaded
-    their libraries, which is faster. `auto` forks on Linux where no GPU is used."""
+    launcher: Annotated[str, Names(("auto", "local", "forked", "ray"))] = "auto"
+    """How worker processes start. `local`: on this host, each by itself. `forked`: on this host, forked from a process
+    that has loaded their libraries, which is faster. `ray`: on the hosts of a Ray cluster (see `[cluster]`). `auto`
+    stays on this host, and forks on Linux where no GPU is used."""
     stall_seconds: PositiveFloat = 120.0
     """Seconds without any progress after which the run ends, with a report of who waits for whom. After half of this
     time, an engine that has requests and sends no token is declared dead."""
@@ -575,6 +580,23 @@ class PipelineConfig(Section, frozen=True):
     The count starts anew when a process has served for a minute."""
     record: bool = False
     """Also record the schedule in the journal: admissions, completions, swaps and consumes, in their order."""
+
+
+class ClusterConfig(Section, frozen=True):
+    """[cluster]: the hosts of a run, and the network between them. A launcher for one host needs none of it."""
+
+    hosts: list[str] = []
+    """The hosts that have workers, by their names or addresses. The trainer takes the first ones. By default all that
+    the launcher has, the controller's own first."""
+    address: str = ""
+    """The address of this host at which workers on other hosts reach the controller. By default the launcher's."""
+    silence_seconds: PositiveFloat = 10.0
+    """Seconds without a heartbeat after which a worker on another host is declared dead."""
+    wait_seconds: PositiveFloat = 120.0
+    """Seconds to wait until the hosts have what the run needs. The run then ends with what is missing."""
+    trusted_network: bool = False
+    """Whether nobody else can reach the network between the hosts. NCCL and gloo, which connect trainer ranks and the
+    `nccl` transport, neither encrypt nor authenticate, so they leave a host only if this is true."""
 
 
 class ObserveConfig(Section, frozen=True):
@@ -613,6 +635,7 @@ class Config(Section, frozen=True):
     evaluate: EvaluateConfig = EvaluateConfig()
     gateway: GatewayConfig = GatewayConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    cluster: ClusterConfig = ClusterConfig()
     observe: ObserveConfig = ObserveConfig()
 
 

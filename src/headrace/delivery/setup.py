@@ -14,7 +14,7 @@ from headrace.delivery import transports
 from headrace.delivery.transports.base import Sender, SenderSettings
 from headrace.delivery.transports.segments import sweep
 from headrace.delivery.transports.storage import connect, is_url, owner_of, sweep_storage
-from headrace.delivery.transports.tcp_wire import KEYS, make_keys
+from headrace.delivery.transports.tcp_wire import KEYS, is_loopback, make_keys
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -51,11 +51,14 @@ def make_sender(
     engines: str = "cpu",
     receivers: int = 1,
     relays: bool = True,
+    own_address: str = "",
+    trusted_network: bool = False,
 ) -> Sender:
     """Make the sender of one rank of the trainer.
 
     `trainer` and `engines` are devices, as in `choose`. `receivers` is the number of engines. `relays` says whether
-    engines may relay to each other what this sender sends.
+    engines may relay to each other what this sender sends. `own_address` is where other hosts reach this one, if the
+    run has several; a `bind` beyond loopback in the configuration comes first. `trusted_network` is that of [cluster].
     """
     return transports.sender(
         choose(config, trainer=trainer, engines=engines).transport,
@@ -64,11 +67,12 @@ def make_sender(
             directory=weights_directory(config, run_dir, rank),
             keep=config.keep_files,
             owner=owner_of(run_dir),
-            bind=config.bind,
+            bind=own_address if own_address and is_loopback(config.bind) else config.bind,
             keys=run_dir / KEYS,
             device=trainer,
             receivers=receivers,
             relays=relays,
+            trusted_network=trusted_network,
         ),
     )
 

@@ -33,6 +33,7 @@ class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The number of optimizer steps behind these weights."""
     digest: str
     """The digest of the weights, as 16 hexadecimal digits."""
+    published: float
 
 
 class DeliveryRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ run with a line that says who waits for whom. `recovery` describes what happens 
 """
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -27,9 +28,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from headrace.channel.events import Died, Dropped, Event, Heard, Returned
+from headrace.channel.events import Awaited, Died, Dropped, Event, Heard, Returned
 from headrace.channel.heartbeats import Heartbeat
 from headrace.engines.serving import Deltas
+from headrace.errors import PeerDied
 from headrace.pipeline.attempts import INTERRUPTED, SURPLUS, Attempts
 from headrace.pipeline.batches import make_batch, warm_start_batches
 from headrace.pipeline.episodes import Episodes, Evaluations
@@ -165,6 +167,11 @@ class Controller:
             processes=dict(processes),
         )
 
+    async def _keep_checkpoint(self, version: int, path: Path) -> None:
+        # A trainer that dies meanwhile comes back with an older checkpoint, and saves a new one later.
+        with contextlib.suppress(PeerDied):
+            self.recorder.saved(version, await self.parts.trainer.fetch(path))
+
     # ---- SERVE
 
     async def serve(self) -> None:
@@ -192,7 +199,7 @@ class Controller:
                 self.recorder.version_published(manifest, seconds)
                 self.waits.moved()
             case Heard(_, Saved(version=version, path=path)):
-                self.recorder.saved(version, Path(path))
+                tasks.create_task(self._keep_checkpoint(version, Path(path)), name="keep a checkpoint")
             case GroupScored(group):
                 self.attempts.ended(group)
                 self.waits.moved()
@@ -201,6 +208,8 @@ class Controller:
                 self.deliveries.proved(proof)
             case Dropped(peer, reason):
                 self.recorder.note(f"a message of {peer} cannot be read and was dropped: {reason}")
+            case Awaited(peer, reason):
+                self.recorder.note(f"{peer} waits for its host: {reason}")
             case Died(death, restarts):
                 if death.peer == self.parts.trainer.name:
                     self.recovery.trainer_died()

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -26,18 +27,22 @@ from headrace.buffer.journal import Journal
 from headrace.buffer.reader import open_readonly
 from headrace.buffer.store import check_resumable, lock_run
 from headrace.channel.events import Events
+from headrace.channel.files import FilesComplete, write_folder
+from headrace.channel.heartbeats import Welcome
+from headrace.channel.hub import Hub
 from headrace.channel.worker_side import sweep_marked
 from headrace.cluster.inventory import place_run
-from headrace.cluster.launchers.local import make_launcher
+from headrace.cluster.launchers.local import hosts_of, make_launcher
 from headrace.cluster.mps import Mps, sweep_daemons
-from headrace.cluster.placement import Place, Placement
-from headrace.cluster.supervision import Fleet
+from headrace.cluster.placement import Host, Place
+from headrace.cluster.supervision import Fleet, SeveralHosts
 from headrace.config import AgentTaskConfig, Config, dump_config, load_config, with_settings
 from headrace.config.file_digests import check_digests
 from headrace.config.memory import longest_sequence
 from headrace.config.model_dir import ModelFacts, model_facts
 from headrace.config.remarks import remarks
 from headrace.delivery.setup import clean, prepare
+from headrace.delivery.transports.tcp_wire import KEYS
 from headrace.engines.pool import EnginePool
 from headrace.engines.serving import RemoteEngine
 from headrace.errors import DiskError, HeadraceError, UserError
@@ -70,13 +75,14 @@ WATCH_SECONDS = 1.0
 class Workers:
     """The worker processes of a run, ready to be started, and the handles to talk to them."""
 
-    def __init__(self, config: Config, run_dir: RunDir, placement: Placement) -> None:
+    def __init__(self, config: Config, run_dir: RunDir, hosts: Sequence[Host]) -> None:
+        _, placement = place_run(config, hosts)
         prepare(config.delivery, run_dir.path)
         (run_dir.path / RENDEZVOUS).unlink(missing_ok=True)
         trainers, engines = placement.of("trainer"), placement.of("engine")
         gateways = []
         if isinstance(config.task, AgentTaskConfig) or config.gateway.serve:
-            gateways = [Place(role="gateway", rank=0, host=trainers[0].host)]
+            gateways = [Place(role="gateway", rank=0, host=hosts[0].name, address=hosts[0].address)]
         # Trainer ranks depend on each other: if one of several dies, the run ends and is resumed as a whole.
         restarted = [*([] if len(trainers) > 1 else trainers), *engines, *gateways]
         sweep_daemons()
@@ -89,6 +95,7 @@ class Workers:
             [*placement.places, *gateways],
             self.events,
             {place.name: config.pipeline.restarts for place in restarted},
+            _several_hosts(config, run_dir, hosts) if hosts[0].address else None,
         )
         stall, deadline = config.pipeline.stall_seconds, config.delivery.deadline
         self.engines = {
@@ -99,7 +106,49 @@ class Workers:
         """The engines that share their GPU with the trainer."""
         others = [place.name for place in trainers[1:]]
         longest = max(stall, deadline + config.evaluate.longest_hold)
-        self.trainer = RemoteTrainer(self.fleet.hub, TRAINER, deadline=longest, others=others)
+        away = trainers[0].host != hosts[0].name and not config.training.checkpoint_directory
+        self.trainer = RemoteTrainer(
+            self.fleet.hub,
+            TRAINER,
+            deadline=longest,
+            others=others,
+            checkpoints=run_dir.checkpoints if away else None,
+            keep=config.training.keep_checkpoints,
+        )
+
+
+def _several_hosts(config: Config, run_dir: RunDir, hosts: Sequence[Host]) -> SeveralHosts:
+    token = secrets.token_hex(8)
+
+    async def welcome(hub: Hub, name: str) -> None:
+        present = (run_dir.next_config, run_dir.config, run_dir.path / KEYS)
+        last_step, checkpoints = None, name == TRAINER and not config.training.checkpoint_directory
+        if name.startswith("trainer") and run_dir.journal.is_file():
+            with open_readonly(run_dir.journal) as journal:
+                last_step = journal.last_step(config.policy_name)
+        await hub.send(
+            name,
+            Welcome(
+                run=run_dir.path.name,
+                token=token,
+                files={path.name: path.read_bytes() for path in present if path.is_file()},
+                silence_seconds=config.cluster.silence_seconds,
+                last_step=last_step,
+                checkpoints=checkpoints,
+            ),
+        )
+        if checkpoints:
+            kept = sorted(run_dir.checkpoints.glob("step-*"))[-1:] + sorted(run_dir.checkpoints.glob("base*"))
+            for folder in kept:
+                await write_folder(hub, name, folder, config.delivery.deadline)
+            await hub.send(name, FilesComplete())
+
+    return SeveralHosts(
+        hosts=hosts,
+        address=config.cluster.address or hosts[0].address,
+        silence=config.cluster.silence_seconds,
+        welcome=welcome,
+    )
 
 
 class RunSession:
@@ -127,6 +176,7 @@ class RunSession:
         self._chat = chat
         self._journal = journal
         self._tokenizer_known = tokenizer_known
+        self._hosts = hosts_of(config)
         self._controller: Controller | None = None
         self._gateway: Relay | None = None
         self._status_failed = False
@@ -154,7 +204,7 @@ class RunSession:
             self.progress.note(remark)
         workers: Workers | None = None
         try:
-            workers = Workers(self.config, self.run_dir, place_run(self.config)[1])
+            workers = Workers(self.config, self.run_dir, self._hosts)
             if workers.mps.missing:
                 said = f'[pipeline] one_gpu = "mps": {workers.mps.missing}'
                 self.progress.note(f"{said}; trainer and engines take turns instead")
@@ -374,7 +424,7 @@ def start_run(
     `reward` replaces the configured reward function. `prompts` holds JSON lines to write into the run directory, as
     `prompts.jsonl`.
     """
-    config, _ = place_run(config)
+    config, _ = place_run(config, hosts_of(config))
     run_dir = RunDir.create(config)
     session = None
     try:
@@ -429,7 +479,8 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) ->
     started with it.
     """
     run_dir, before = RunDir.open(path)
-    config, _ = place_run(with_settings(before, settings))
+    config = with_settings(before, settings)
+    config, _ = place_run(config, hosts_of(config))
     if not run_dir.journal.is_file():
         with lock_run(run_dir.journal) as lock:
             return _begin_again(run_dir, config, progress, partial(Journal, lock=lock))

@@ -162,6 +162,9 @@ class _Trainer:
     async def save(self, version: int) -> Path:
         return Path(f"checkpoint-{version}")
 
+    async def fetch(self, path: Path) -> Path:
+        return path
+
 
 class SimRun:
     """A simulated run, made and run inside one event loop. Its files go to `path`."""

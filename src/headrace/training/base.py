@@ -66,6 +66,9 @@ class TrainerHandle(Protocol):
     async def save(self, version: int) -> Path:
         """Write a checkpoint of the current weights and return its path."""
 
+    async def fetch(self, path: Path) -> Path:
+        """Bring a checkpoint that the trainer has saved to this host, if it is not there. Return its path here."""
+
 
 class StepReport(msgspec.Struct, kw_only=True):
     """The report of one optimizer step."""

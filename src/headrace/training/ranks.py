@@ -14,8 +14,6 @@ family whose attention or feed-forward holds an unknown part is refused, because
 would train wrongly.
 """
 
-import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -37,10 +36,9 @@ from torch.distributed.tensor.parallel import (
 
 from headrace.config.schema import TrainingConfig
 from headrace.delivery.parts import held_region
+from headrace.delivery.transports.collectives import LOOPBACK, use_interface
 from headrace.errors import ConfigError, ModelError, UserError
 from headrace.training.devices import compute_dtype, input_device
-
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 @dataclass(frozen=True)
@@ -106,14 +104,23 @@ class Ranks:
         return [float(value) for value in total.tolist()]
 
 
-def join(store: Path, rank: int, ranks: int, *, tensor_parallel: int, device: str, timeout: float) -> Ranks:
-    """Meet the other ranks at `store`, a file that did not exist before, and form the grid.
+def join(
+    store: Path | Store,
+    rank: int,
+    ranks: int,
+    *,
+    tensor_parallel: int,
+    device: str,
+    timeout: float,
+    address: str = LOOPBACK,
+) -> Ranks:
+    """Meet the other ranks and form the grid. Raises torch's error if they do not come within `timeout` seconds.
 
-    On GPUs, each rank takes a GPU of its own. Raises a `UserError` if this machine has too few.
+    `store` is where they meet: a file that did not exist before, or a store that all of them reach. `address` is the
+    address of this host at which the others reach this rank: nothing listens on another interface than that of this
+    address, whatever the name of this host resolves to. On GPUs, each rank takes a GPU of its own.
     """
-    # On one host, nothing may listen beyond it, whatever its name resolves to. A launcher for several hosts sets these.
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(variable, _LOOPBACK)
+    use_interface(address)
     place = torch.device(device)
     if place.type == "cuda":
         place = torch.device("cuda", 0)  # Of the GPUs that a worker sees, the first one is its own.
@@ -121,7 +128,8 @@ def join(store: Path, rank: int, ranks: int, *, tensor_parallel: int, device: st
     wait = timedelta(seconds=timeout)
     dist.init_process_group(
         "nccl" if place.type == "cuda" else "gloo",
-        init_method=f"file://{store.absolute()}",
+        init_method=f"file://{store.absolute()}" if isinstance(store, Path) else None,
+        store=None if isinstance(store, Path) else store,
         rank=rank,
         world_size=ranks,
         timeout=wait,

@@ -1,12 +1,14 @@
 """The trainer in another process: its messages, and the handle that the controller uses. No torch is imported here."""
 
 import asyncio
+import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 from headrace.channel.codec import Message
+from headrace.channel.files import read_folder
 from headrace.channel.hub import Hub
 from headrace.delivery.base import Manifest
 from headrace.errors import PeerDied
@@ -90,11 +92,26 @@ class RemoteTrainer:
     rank answers for all.
     """
 
-    def __init__(self, hub: Hub, name: str, *, deadline: float, others: Sequence[str] = ()) -> None:
-        """Set up the handle. `name` is the first rank, and `others` are the other ranks."""
+    def __init__(
+        self,
+        hub: Hub,
+        name: str,
+        *,
+        deadline: float,
+        others: Sequence[str] = (),
+        checkpoints: Path | None = None,
+        keep: int = 1,
+    ) -> None:
+        """Set up the handle. `name` is the first rank, and `others` are the other ranks.
+
+        `checkpoints` is where this side keeps the newest `keep` checkpoints of a trainer on another host.
+        """
+        self._checkpoints = checkpoints
+        self._keep = keep
         self.name = name
         self._others = others
         self._order = asyncio.Lock()
+        self._fetching = asyncio.Lock()
         self._hub = hub
         self._deadline = deadline
 
@@ -122,7 +139,17 @@ class RemoteTrainer:
 
     async def save(self, version: int) -> Path:
         """See `TrainerHandle.save`."""
-        return Path((await self._ask(Save(version=version), Saved)).path)
+        return await self.fetch(Path((await self._ask(Save(version=version), Saved)).path))
+
+    async def fetch(self, path: Path) -> Path:
+        """See `TrainerHandle.fetch`."""
+        if self._checkpoints is None or path.parent == self._checkpoints.absolute():
+            return path
+        async with self._fetching:
+            fetched = await read_folder(self._hub, self.name, path.name, self._checkpoints, self._deadline)
+            for old in sorted(self._checkpoints.glob("step-*"))[: -self._keep]:
+                shutil.rmtree(old.rename(old.with_name(f".partial-deleted-{old.name}")))
+        return fetched
 
     async def _tell(self, message: Message) -> None:
         async with self._order:

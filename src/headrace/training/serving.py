@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError
 
+from headrace.channel.files import FileServer
 from headrace.channel.heartbeats import Stop
 from headrace.channel.turns import FILE as TURNS
 from headrace.channel.turns import TrainerTurns
@@ -44,7 +45,8 @@ from headrace.training.checkpoints.base import BASES, keep_base, latest, prune, 
 from headrace.training.devices import engine_device, input_device
 from headrace.training.layers import compile_model, decoder_layers, recompute_layers
 from headrace.training.lora import TrainedAdapter
-from headrace.training.ranks import Ranks, join, shard_model
+from headrace.training.meeting import join_ranks
+from headrace.training.ranks import Ranks, shard_model
 from headrace.training.trainer import Trainer
 from headrace.types import NO_VERSION, Float32Array, Int32Array
 
@@ -152,6 +154,8 @@ def make_publisher(link: WorkerLink, config: Config, built: Built) -> Publisher:
         engines=engine_device(config),
         receivers=config.engine.processes,
         relays=ranks is None,  # an engine can relay the whole model, but not the parts in which it arrived
+        own_address=link.own_address,
+        trusted_network=config.cluster.trusted_network,
     )
     return Publisher(
         sender,
@@ -176,18 +180,25 @@ def published_dtype(config: Config) -> str:
 class TrainerRole:
     """A trainer with its publisher and the queue of requests from the controller."""
 
-    def __init__(self, link: WorkerLink, config: Config, last_step: int | None = None) -> None:
-        """Load the model or the newest checkpoint that is whole and has at most `last_step` policy steps."""
+    def __init__(self, link: WorkerLink, config: Config, last_step: int | None = None, meet_at: str = "") -> None:
+        """Load the model or the newest checkpoint that is whole and has at most `last_step` policy steps.
+
+        `meet_at` is the address of this host at which the other ranks reach this one; empty if all of them share a run
+        directory.
+        """
         link.phase = "loading"
         self.link = link
         self.config = config
         self.checkpoints = link.run_dir / "checkpoints"
+        self.files = FileServer(link, self.checkpoints)
         self.first = link.name == FIRST_RANK
         """Whether this rank answers for the trainer."""
         with link.spans.span("load"):
             # This comes before the ranks meet, so that all of them find the same newest checkpoint.
             self.notes = set_aside(self.checkpoints, last_step) if self.first else []
-            built = build_trainer(config, self.checkpoints, link.spans, lambda device: join_ranks(link, config, device))
+            built = build_trainer(
+                config, self.checkpoints, link.spans, lambda device: join_ranks(link, config, device, meet_at)
+            )
             self.trainer, self.ranks, self.device = built.trainer, built.ranks, built.device
             self.resumed_from = latest(self.checkpoints)
             if self.resumed_from is not None:
@@ -244,6 +255,8 @@ class TrainerRole:
                 continue
             if isinstance(incoming.message, remote.Resend):
                 self._resend(incoming, incoming.message.manifest)
+                continue
+            if self.files.answer(incoming):
                 continue
             self.work.put(incoming)
             if isinstance(incoming.message, Stop):
@@ -382,21 +395,3 @@ class TrainerRole:
                 self.link.send(remote.Published(manifest=manifest, snapshot_seconds=snapshot_seconds))
 
         self._when_done(future, announce)
-
-
-def join_ranks(link: WorkerLink, config: Config, device: str) -> Ranks | None:
-    """Join the trainer's ranks and return this process's place among them, or None if there is only one rank."""
-    training, pipeline = config.training, config.pipeline
-    if training.processes == 1 and not training.offload:
-        return None
-    link.phase = "meeting the other ranks"
-    if training.processes == 1:
-        (link.run_dir / remote.RENDEZVOUS).unlink(missing_ok=True)  # The file of a previous process.
-    return join(
-        link.run_dir / remote.RENDEZVOUS,
-        int(link.name.removeprefix("trainer-")),
-        training.processes,
-        tensor_parallel=training.tensor_parallel,
-        device=device,
-        timeout=max(pipeline.start_seconds, pipeline.stall_seconds, config.delivery.deadline),
-    )

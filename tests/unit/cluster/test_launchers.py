@@ -13,10 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from headrace.cluster.base import EXIT_USER_ERROR
 from headrace.cluster.launchers.base import Launcher, WorkerSpec
 from headrace.cluster.launchers.local import SHARED, ForkedLauncher, LocalLauncher, make_launcher
 from headrace.cluster.placement import Place
 from headrace.config import dump_config, load_config
+from headrace.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = ROOT / "examples/quickstart/quickstart.toml"
@@ -92,7 +94,7 @@ async def until(true: Callable[[], object]) -> None:
 async def test_a_mistake_is_told_with_its_line_and_exit_code(launcher: Launcher, tmp_path: Path) -> None:
     await launcher.start(WorkerSpec(role="engine", rank=3, address="ipc://nowhere", run_dir=str(tmp_path)))
     exited = await asyncio.wait_for(launcher.next_exit(), SECONDS)
-    assert (exited.name, exited.code) == ("engine-3", 1)
+    assert (exited.name, exited.code) == ("engine-3", EXIT_USER_ERROR)
     assert str(tmp_path / "config.toml") in exited.last_lines.splitlines()[-1]
     assert (tmp_path / "logs" / "engine-3.log").read_text().strip().endswith(exited.last_lines.splitlines()[-1])
 
@@ -217,3 +219,11 @@ def test_a_run_on_cpus_forks_and_one_may_ask_for_either(monkeypatch: pytest.Monk
     assert made("engine.device=cpu", "training.device=cpu", "pipeline.launcher=local") is LocalLauncher
     monkeypatch.setattr("headrace.cluster.launchers.local.GPU_DRIVER", ROOT / "no such file")
     assert made("engine.device=auto", "training.device=auto") is ForkedLauncher
+
+
+def test_the_launcher_for_ray_says_how_to_get_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # As if Ray was not installed.
+    monkeypatch.delitem(sys.modules, "headrace.cluster.launchers.ray", raising=False)
+    with pytest.raises(ConfigError) as refused:
+        make_launcher(load_config(QUICKSTART, ["pipeline.launcher=ray"]))
+    assert str(refused.value) == "[pipeline] launcher = \"ray\" needs Ray: pip install 'headrace[ray]'"

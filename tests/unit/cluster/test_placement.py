@@ -4,13 +4,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import tomli_w
 from typer.testing import CliRunner
 
 from headrace.cli.main import app
 from headrace.cluster.inventory import Device, place_run, visible
-from headrace.cluster.placement import Gpu, Host, Placement, check_memory, place
+from headrace.cluster.placement import Gpu, Host, Placement, check_memory, move, place
 from headrace.config import Config, with_settings
 from headrace.config.schema import GymTaskConfig, ModelConfig
 from headrace.errors import ConfigError, HeadraceError
@@ -47,6 +48,7 @@ def workers(**named: Any) -> dict[str, str]:
     return found
 
 
+TRUSTED = ("cluster.trusted_network=true", "training.checkpoint_directory=/shared")
 VLLM = ("engine.kind=vllm", "engine.python=python")
 CASES: dict[str, tuple[tuple[str, ...], list[Host], dict[str, str]]] = {
     "no GPU": ((), [host(0)], workers(trainer="localhost", engine="localhost")),
@@ -159,7 +161,7 @@ CASES: dict[str, tuple[tuple[str, ...], list[Host], dict[str, str]]] = {
         [host(8, "a"), host(8, "b")],
         workers(
             trainer="a:4 a:5 a:6 a:7",
-            engine=" ".join([*(f"a:{i}+4,5,6,7" for i in range(4)), *(f"b:{i}" for i in range(8))]),
+            engine=" ".join([*(f"a:{i}" for i in range(4)), *(f"b:{i}" for i in range(8))]),
         ),
     ),
     "two hosts, one each": (
@@ -168,9 +170,9 @@ CASES: dict[str, tuple[tuple[str, ...], list[Host], dict[str, str]]] = {
         workers(trainer=" ".join(f"a:{i}" for i in range(8)), engine=" ".join(f"b:{i}" for i in range(8))),
     ),
     "a trainer over two hosts": (
-        ("training.gpus=10", "engine.gpus=2"),
+        ("training.gpus=10", "engine.gpus=2", *TRUSTED),
         [host(8, "a"), host(8, "b")],
-        workers(trainer=" ".join([f"a:{i}" for i in range(8)] + ["b:6", "b:7"]), engine="b:0+6,7 b:1+6,7"),
+        workers(trainer=" ".join([f"a:{i}" for i in range(8)] + ["b:6", "b:7"]), engine="b:0 b:1"),
     ),
     "an engine never spans two hosts": (
         (*VLLM, "engine.gpus_per_engine=2", "training.gpus=1"),
@@ -183,7 +185,7 @@ CASES: dict[str, tuple[tuple[str, ...], list[Host], dict[str, str]]] = {
         workers(trainer="a", engine="b c"),
     ),
     "three hosts without GPUs, two ranks": (
-        ("engine.count=2", "training.ranks=2"),
+        ("engine.count=2", "training.ranks=2", *TRUSTED),
         [host(0, "a"), host(0, "b"), host(0, "c")],
         workers(trainer="a b", engine="b c"),
     ),
@@ -276,6 +278,13 @@ REFUSED: dict[str, tuple[tuple[str, ...], list[Host], str]] = {
         [host(2, "a"), host(2, "b")],
         '[engine] gpus: say of which host ("a:0"), because there are several',
     ),
+    "ranks on two hosts of a network that others may reach": (
+        ("training.ranks=2",),
+        [host(0, "a"), host(0, "b")],
+        "[cluster] trusted_network: the trainer's ranks would talk over NCCL or gloo between a, b, and that traffic is "
+        "neither encrypted nor authenticated; set it to true only if nobody else can reach the network between the "
+        "hosts",
+    ),
     "words": (
         ("engine.gpus=all",),
         [host(2)],
@@ -291,12 +300,141 @@ def test_what_cannot_be_placed_is_refused_in_one_line(name: str) -> None:
         place(configured(*settings), hosts)
 
 
+SEVERAL = {
+    "a transport of one host": (
+        ("delivery.transport=shm",),
+        '[delivery] transport = "shm" stays on one host, and the run has several ("tcp" works)',
+    ),
+    "a broadcast that strangers could hear": (
+        ("delivery.transport=nccl",),
+        '[cluster] trusted_network: [delivery] transport = "nccl" would leave the host, and that traffic is neither '
+        "encrypted nor authenticated; set it to true only if nobody else can reach the network between the hosts",
+    ),
+    "ranks that strangers could reach": (
+        ("training.ranks=2", "training.checkpoint_directory=/shared"),
+        "[cluster] trusted_network: the trainer's ranks would talk over NCCL or gloo between a, b, and that traffic is "
+        "neither encrypted nor authenticated; set it to true only if nobody else can reach the network between the "
+        "hosts",
+    ),
+    "ranks that would write checkpoints apart": (
+        ("training.ranks=2", "cluster.trusted_network=true"),
+        "[training] checkpoint_directory: ranks on several hosts need one that all of them share",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_what_cannot_span_several_hosts_is_refused_in_one_line(name: str) -> None:
+    settings, line = SEVERAL[name]
+    with pytest.raises(ConfigError, match=f"^{re.escape(line)}$"):
+        place_run(configured(*settings), [host(0, "a"), host(0, "b")])
+
+
+def test_weights_travel_by_tcp_between_hosts() -> None:
+    config, placement = place_run(CONFIG, [host(0, "a"), host(0, "b")])
+    assert shown(placement) == {"trainer-0": "a", "engine-0": "b"}
+    assert config.delivery.transport == "tcp"
+
+
+def test_the_hosts_that_are_named_are_used_in_their_order() -> None:
+    hosts = [Host(name, address=f"10.0.0.{n}") for n, name in enumerate("abc", start=1)]
+    _, placement = place_run(configured('cluster.hosts=["c", "10.0.0.2"]'), hosts)
+    assert shown(placement) == {"trainer-0": "c", "engine-0": "b"}
+    line = "[cluster] hosts: there is no host 'd' (only a (10.0.0.1), b (10.0.0.2), c (10.0.0.3))"
+    with pytest.raises(ConfigError, match=f"^{re.escape(line)}$"):
+        place_run(configured('cluster.hosts=["d"]'), hosts)
+
+
+def test_a_worker_moves_to_gpus_that_nobody_uses() -> None:
+    hosts = [host(1, "a"), host(4, "b"), host(2, "c")]
+    placement = place(configured("engine.gpus=b:0-1", "training.gpus=c:0-1", *TRUSTED), hosts)
+    trainer, *others = placement.of("trainer")[:1] + placement.of("engine")
+    assert (moved := move(trainer, others, hosts)) is not None
+    assert (moved.host, moved.gpus) == ("a", ("0",))
+    assert (moved := move(trainer, others, hosts[1:])) is not None
+    assert (moved.host, moved.gpus) == ("b", ("2",))
+    assert move(trainer, others, hosts[2:]) is None
+
+
+UNCONNECTED = {
+    "GPU memory where there is no GPU": (
+        ("delivery.transport=cuda_ipc",),
+        host(0),
+        '[delivery] transport = "cuda_ipc" needs trainer and engines on GPUs',
+    ),
+    "GPU memory for engines on CPUs": (
+        ("delivery.transport=cuda_ipc", "engine.gpus=0"),
+        host(1),
+        '[delivery] transport = "cuda_ipc" needs trainer and engines on GPUs',
+    ),
+    "a broadcast on a shared GPU": (
+        ("delivery.transport=nccl",),
+        host(1),
+        '[delivery] transport = "nccl" needs a GPU for each process, and trainer-0 shares one with engine-0',
+    ),
+    "a broadcast to two engines of one GPU": (
+        ("delivery.transport=nccl", "engine.gpus=[0, 0]", "training.gpus=[1]"),
+        host(2),
+        '[delivery] transport = "nccl" needs a GPU for each process, and engine-0 shares one with engine-1',
+    ),
+    "a broadcast from a GPU to CPUs": (
+        ("delivery.transport=nccl", "engine.gpus=0"),
+        host(1),
+        '[delivery] transport = "nccl" needs trainer and engines all on GPUs, or all on CPUs',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNCONNECTED)
+def test_a_transport_that_cannot_connect_the_devices_is_refused_in_one_line(name: str) -> None:
+    settings, given, line = UNCONNECTED[name]
+    config = configured(*settings)
+    with pytest.raises(ConfigError, match=f"^{re.escape(line)}$"):
+        place(config, [given]).applied(config)
+
+
+@pytest.mark.parametrize("gpus", [0, 2, 4])
+def test_a_broadcast_fits_where_all_are_on_cpus_or_on_gpus_of_their_own(gpus: int) -> None:
+    config = configured("delivery.transport=nccl")
+    assert place(config, [host(gpus)]).applied(config).delivery.transport == "nccl"
+
+
 @pytest.mark.parametrize(
     ("generation", "training", "ranks"), [(7.0, 1.0, 1), (3.0, 1.0, 2), (1.0, 1.0, 4), (1.0, 3.0, 6), (1.0, 99.0, 7)]
 )
 def test_the_slower_side_gets_more_gpus(generation: float, training: float, ranks: int) -> None:
     placement = place(CONFIG, [host(8)], lambda: (generation, training))
     assert (len(placement.of("trainer")), len(placement.of("engine"))) == (ranks, 8 - ranks)
+
+
+@pytest.mark.parametrize(("settings", "ranks"), [((), 8), (TRUSTED, 12)])
+def test_an_automatic_trainer_stays_on_one_host_unless_the_network_is_trusted(
+    settings: tuple[str, ...], ranks: int
+) -> None:
+    placement = place(configured(*settings), [host(8, "a"), host(8, "b")], lambda: (1.0, 3.0))
+    assert len(placement.of("trainer")) == ranks
+    assert len({worker.host for worker in placement.of("trainer")}) == (2 if settings else 1)
+    kept = place(configured("engine.gpus=b:0-1", *settings), [host(8, "a"), host(8, "b")])
+    assert len(kept.of("trainer")) == (14 if settings else 8)
+
+
+def test_ranks_know_where_they_meet() -> None:
+    hosts = [Host(name, address=f"10.0.0.{number}") for number, name in enumerate("abc", 1)]
+    cpu = ("training.ranks=2", *TRUSTED)
+
+    def meeting(hosts: list[Host], *settings: str) -> dict[str, str]:
+        return {worker.name: worker.meet_at for worker in place(configured(*settings), hosts).places}
+
+    assert meeting(hosts, *cpu) == {"trainer-0": "10.0.0.1", "trainer-1": "10.0.0.2", "engine-0": ""}
+    # On the controller's host they share the run directory, and elsewhere the host.
+    assert meeting(hosts[:1], *cpu) == {"trainer-0": "", "trainer-1": "", "engine-0": ""}
+    gpus = [msgspec.structs.replace(each, gpus=(Gpu("0"), Gpu("1"))) for each in hosts]
+    assert meeting(gpus, "training.gpus=b:0-1", "engine.gpus=a:0") == {
+        "trainer-0": "127.0.0.1",
+        "trainer-1": "127.0.0.1",
+        "engine-0": "",
+    }
+    assert set(meeting(gpus, "training.gpus=b:0", "engine.gpus=a:0").values()) == {""}
 
 
 def test_workers_know_who_shares_their_gpu() -> None:

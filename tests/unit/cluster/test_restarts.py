@@ -29,11 +29,11 @@ class Played:
 
     async def start(self, spec: WorkerSpec) -> None:
         self.starts += 1
-        self.address = spec.address
+        self.spec = spec
 
     def becomes_ready(self, ready: bool = True) -> None:
         """What the process of the newest start says over the wire."""
-        self.link = WorkerLink(ENGINE, self.address, Path(), on_lost=lambda: None)
+        self.link = WorkerLink(ENGINE, self.spec.address, Path(), on_lost=lambda: None, epoch=self.spec.epoch)
         self.link.start()
         if ready:
             self.link.ready(start=self.starts)

@@ -41,7 +41,8 @@ class Threads:
 
     async def _start(self, spec: WorkerSpec) -> None:
         await asyncio.sleep(self.slow)
-        link = self.links[spec.name] = WorkerLink(spec.name, spec.address, Path(spec.run_dir), on_lost=lambda: None)
+        link = WorkerLink(spec.name, spec.address, Path(spec.run_dir), on_lost=lambda: None, epoch=spec.epoch)
+        self.links[spec.name] = link
         link.start()
         link.ready()
 

@@ -9,7 +9,7 @@ from headrace.config.declared import transport_facts
 from headrace.config.schema import DeliveryConfig, names_of
 from headrace.delivery import transports
 from headrace.delivery.setup import choose, clean, make_sender, prepare, weights_directory
-from headrace.errors import DeliveryError
+from headrace.errors import ConfigError, DeliveryError
 
 
 def test_auto_takes_shared_memory_where_there_is_some_and_says_why(tmp_path: Path):
@@ -65,7 +65,17 @@ def test_every_transport_declares_what_others_must_know() -> None:
     assert tuple(name for name, each in facts.items() if not each.needs_gpu) == transports.WITHOUT_GPU
     assert [name for name, each in facts.items() if not each.crosses_hosts] == ["shm", "cuda_ipc"]
     assert [name for name, each in facts.items() if each.on_device] == ["cuda_ipc", "nccl"]
+    assert [name for name, each in facts.items() if each.own_gpus] == ["nccl"]
     assert [name for name, each in facts.items() if not each.for_servers] == ["cuda_ipc", "nccl"]
     assert [name for name, each in facts.items() if not each.for_ranks] == ["nccl"]
     assert [name for name, each in facts.items() if each.uses_directory] == ["file"]
     assert [name for name, each in facts.items() if each.uses_keys] == ["tcp"]
+    assert [name for name, each in facts.items() if each.needs_trust] == ["nccl"]
+
+
+def test_a_sender_without_keys_is_told_whether_the_network_is_trusted(tmp_path: Path) -> None:
+    config = DeliveryConfig(transport="nccl", bind="203.0.113.1")
+    with pytest.raises(ConfigError, match=r"^\[cluster\] trusted_network: "):
+        make_sender(config, tmp_path)
+    with pytest.raises(ConfigError, match=r"^\[delivery\] bind: cannot listen on 203\.0\.113\.1"):
+        make_sender(config, tmp_path, trusted_network=True)

@@ -1,6 +1,8 @@
-"""Broadcasts, through gloo: who asks is served together, who dies holds up nobody for long, nothing leaves the host."""
+"""Broadcasts, through gloo: who asks is served together, and who dies or is cut off holds up nobody for long."""
 
+import contextlib
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -281,11 +283,98 @@ def test_what_hangs_in_a_library_is_given_up():
     release.set()
 
 
-def test_nothing_leaves_the_host():
-    with pytest.raises(ConfigError, match=r"\[delivery\] bind"):
+class Wire:
+    """The network between an engine and the sender's store, which is cut after so many pieces of data.
+
+    Nobody is told: the sockets of both ends stay open, as if their hosts did not reach each other any more.
+    """
+
+    def __init__(self, location: str, after: int) -> None:
+        self.whole = threading.Event()
+        self.whole.set()
+        self._left = after
+        self._to = parse_location(location)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.location = location.replace(f":{self._to.port}/", f":{self._listener.getsockname()[1]}/")
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self.whole.set()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                ends = self._listener.accept()[0], socket.create_connection((self._to.host, self._to.port))
+                for one, other in (ends, ends[::-1]):
+                    threading.Thread(target=self._carry, args=(one, other), daemon=True).start()
+
+    def _carry(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(1 << 16):
+                self._left -= 1
+                if self._left == 0:
+                    self.whole.clear()
+                self.whole.wait()
+                other.sendall(data)
+            other.shutdown(socket.SHUT_WR)
+
+
+@pytest.mark.parametrize("engines", [SHORT], indirect=True)
+@pytest.mark.parametrize("after", [1, 6, 12, 40])
+def test_an_engine_that_is_cut_off_gives_up_in_time_and_is_served_when_the_link_is_healed(
+    engines: list[Engine], after: int
+):
+    sender = make_sender(2, patience=SHORT, joining=1.5)
+    location = publish(sender, 1)
+    wire = Wire(location, after)
+    started = time.monotonic()
+    load(engines[:1], wire.location, 1)
+    assert isinstance(engines[0].outcome, DeliveryError)
+    assert not wire.whole.is_set()
+    assert time.monotonic() - started < 25
+    load_again(engines[1], location, 1)
+    wire.whole.set()
+    load_again(engines[0], wire.location, 1)
+    sender.close()
+    wire.close()
+
+
+def test_a_sender_listens_on_the_address_that_it_was_given(engines: list[Engine]):
+    sender = make_sender(3, bind="127.0.0.2", joining=60.0)
+    location = publish(sender, 1)
+    place = parse_location(location)
+    assert place.host == "127.0.0.2"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.3", place.port), timeout=60)
+    load(engines, location, 1)
+    assert all(engine.holds(1) for engine in engines)
+    sender.close()
+
+
+def test_groups_of_two_senders_have_different_names(engines: list[Engine], monkeypatch: pytest.MonkeyPatch):
+    joined: list[str] = []
+
+    def join(key: str, *arguments: Any) -> BroadcastGroup:
+        joined.append(key)
+        return BroadcastGroup(key, *arguments)
+
+    monkeypatch.setattr(nccl_group, "BroadcastGroup", join)
+    for _ in range(2):
+        sender = make_sender()
+        load(engines[:1], publish(sender, 1), 1)
+        sender.close()
+    assert len(set(joined)) == 2
+
+
+def test_nothing_leaves_the_host_unless_the_network_is_trusted():
+    refusal = r'\[cluster\] trusted_network: \[delivery\] transport = "nccl" would listen on 203\.0\.113\.1, '
+    with pytest.raises(ConfigError, match=refusal):
         NcclSender(bind="203.0.113.1")
-    with pytest.raises(DeliveryError, match="beyond this host"):
-        NcclSource().open("nccl://203.0.113.1:99/0", 1, PLAN.entries)
+    with pytest.raises(ConfigError, match=r"\[delivery\] bind: cannot listen on 203\.0\.113\.1"):
+        NcclSender(bind="203.0.113.1", trusted_network=True)
+    with pytest.raises(ConfigError, match="needs an IPv4 address"):
+        NcclSender(bind="::1")
     for wrong in ["tcp://127.0.0.1:99/0", "nccl://127.0.0.1/0", "nccl://localhost:9/0"]:
         with pytest.raises(DeliveryError, match="is not a location"):
             NcclSource().open(wrong, 1, PLAN.entries)

@@ -149,6 +149,9 @@ class FakeTrainer:
         self.saved.append(version)
         return Path(f"checkpoint-{version}")
 
+    async def fetch(self, path: Path) -> Path:
+        return path
+
 
 class FakeRun:
     """Everything of a run that needs no process."""

@@ -10,20 +10,23 @@ import os
 import signal
 import socket
 import sys
-from asyncio.subprocess import DEVNULL, Process
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
+from headrace.cluster.base import KEY_LINE
+from headrace.cluster.inventory import this_host
 from headrace.cluster.launchers.base import Exit, Launcher, WorkerSpec
+from headrace.cluster.launchers.exits import ExitQueue, log_end
 from headrace.cluster.launchers.fork_server import ROOM, Kill, Start, WorkerEnded
+from headrace.cluster.launchers.ray import RayLauncher
+from headrace.cluster.placement import Host
 from headrace.config import Config
-from headrace.errors import ConfigError, one_line
+from headrace.errors import ConfigError
 from headrace.reference import call_factory, import_function
 
-LAST_LINES = 12
-LAST_BYTES = 1 << 16
 KILL_SECONDS = 30.0
 """Seconds to wait until a killed process is gone. On a machine with much else to do, that may take a while."""
 SHARED = "HEADRACE_FORK_SERVER"
@@ -33,32 +36,19 @@ LEAVE_SECONDS = 5.0
 GPU_DRIVER = Path("/dev/nvidiactl")
 
 
-class _HostLauncher:
+class _HostLauncher(ExitQueue):
     """What both launchers share: the environment and the logs of their workers, and the queue of exits."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         """Make a launcher; `environment` is added to that of every worker."""
+        super().__init__()
         self._environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", **(environment or {})}
         self._logs: dict[str, tuple[Path, int]] = {}
         """Worker -> its log, and how many bytes of it are of earlier starts."""
-        self._exits: asyncio.Queue[Exit | BaseException] = asyncio.Queue()
 
-    async def next_exit(self) -> Exit:
-        """See `Launcher.next_exit`. Raises the error of a task that watches workers, because it would miss an exit."""
-        found = await self._exits.get()
-        if isinstance(found, BaseException):
-            raise found
-        return found
-
-    def _own(self, watcher: asyncio.Task[None]) -> asyncio.Task[None]:
-        """Have `next_exit` raise the error that ends this task, if one does."""
-
-        def ended(watcher: asyncio.Task[None]) -> None:
-            if not watcher.cancelled() and (error := watcher.exception()) is not None:
-                self._exits.put_nowait(error)
-
-        watcher.add_done_callback(ended)
-        return watcher
+    async def hosts(self) -> list[Host]:
+        """Return this host alone."""
+        return [this_host()]
 
     def _log(self, spec: WorkerSpec) -> Path:
         logs = Path(spec.run_dir) / "logs"
@@ -66,7 +56,7 @@ class _HostLauncher:
         return logs / f"{spec.name}.log"
 
     def _report(self, name: str, code: int, lines: str = "") -> None:
-        self._exits.put_nowait(Exit(name=name, code=code, last_lines=lines or _last_lines(*self._logs[name])))
+        self._exits.put_nowait(Exit(name=name, code=code, last_lines=lines or log_end(*self._logs[name])))
 
 
 class LocalLauncher(_HostLauncher):
@@ -77,15 +67,22 @@ class LocalLauncher(_HostLauncher):
         self._processes: dict[str, Process] = {}
         self._watchers: list[asyncio.Task[None]] = []
 
-    async def start(self, spec: WorkerSpec) -> None:
+    async def start(self, spec: WorkerSpec) -> str:
         """See `Launcher.start`."""
         log = self._log(spec)
         self._logs[spec.name] = log, _size(log)
-        command = [sys.executable, "-m", "headrace.cluster.worker_main", *spec.arguments]
-        process = await _spawn(command, log, {**self._environment, **spec.environment, "PYTHONUNBUFFERED": "1"})
+        environment = {**self._environment, **spec.environment, "PYTHONUNBUFFERED": "1"}
+        process = await _spawn(self.command(spec), log, environment, keyed=bool(spec.server_key))
         self._processes[spec.name] = process
         watcher = asyncio.create_task(self._watch(spec.name, process), name=f"watch {spec.name}")
         self._watchers.append(self._own(watcher))
+        # A worker that dies before it prints its key is reported like any other.
+        line = await process.stdout.readline() if process.stdout is not None else b""
+        return line.decode().removeprefix(KEY_LINE).strip()
+
+    def command(self, spec: WorkerSpec) -> list[str]:
+        """Return the command that starts a worker."""
+        return [sys.executable, "-m", "headrace.cluster.worker_main", *spec.arguments]
 
     def kill(self, name: str) -> None:
         """See `Launcher.kill`."""
@@ -124,7 +121,7 @@ class ForkedLauncher(_HostLauncher):
         self._listener: asyncio.Task[None] | None = None
         self._process: Process | None = None
 
-    async def start(self, spec: WorkerSpec) -> None:
+    async def start(self, spec: WorkerSpec) -> str:
         """See `Launcher.start`."""
         log = self._log(spec)
         # Workers that died with their fork server are restarted at the same time, from one new fork server.
@@ -142,6 +139,7 @@ class ForkedLauncher(_HostLauncher):
                 log=str(log),
             )
         )
+        return ""
 
     def kill(self, name: str) -> None:
         """See `Launcher.kill`."""
@@ -184,7 +182,7 @@ class ForkedLauncher(_HostLauncher):
                 ended = msgspec.json.decode(line, type=WorkerEnded)
                 self._ended(ended.name, ended.code)
         code = await self._end_server(LEAVE_SECONDS)
-        lines = _last_lines(log) if code > 0 else ""
+        lines = log_end(log) if code > 0 else ""
         for name in list(self._logs):
             self._ended(name, code, lines)
 
@@ -227,11 +225,26 @@ def make_launcher(config: Config, environment: Mapping[str, str] | None = None) 
         name = "forked" if _forks_are_safe(config) else "local"
     if name in LAUNCHERS:
         return LAUNCHERS[name](environment or {})
+    if name == "ray":
+        return RayLauncher(config, environment)
     made: Launcher = call_factory(f"[pipeline] launcher: {name}", import_function(name), environment or {})
-    for method in ("start", "next_exit", "kill", "stop"):
+    for method in ("hosts", "start", "next_exit", "kill", "stop"):
         if not callable(getattr(made, method, None)):
             raise ConfigError(f"[pipeline] launcher: {name} made a {type(made).__name__} without {method!r}")
     return made
+
+
+def hosts_of(config: Config) -> list[Host]:
+    """Return the hosts that a run may use, the controller's own first. A host of several has an address."""
+
+    async def ask() -> list[Host]:
+        launcher = make_launcher(config)
+        try:
+            return await launcher.hosts()
+        finally:
+            await launcher.stop(0.0)
+
+    return asyncio.run(ask())
 
 
 def _forks_are_safe(config: Config) -> bool:
@@ -244,22 +257,16 @@ def _forks_are_safe(config: Config) -> bool:
     return sys.platform == "linux" and on_cpu
 
 
-async def _spawn(command: list[str], log: Path, environment: Mapping[str, str], stdin: int = DEVNULL) -> Process:
+async def _spawn(
+    command: list[str], log: Path, environment: Mapping[str, str], stdin: int = DEVNULL, *, keyed: bool = False
+) -> Process:
+    """Start a process that writes to a log; if `keyed`, its standard output is a pipe instead."""
     with log.open("ab") as output:
+        stdout = PIPE if keyed else output
         return await asyncio.create_subprocess_exec(
-            *command, stdin=stdin, stdout=output, stderr=output, start_new_session=True, env=environment
+            *command, stdin=stdin, stdout=stdout, stderr=output, start_new_session=True, env=environment
         )
 
 
 def _size(log: Path) -> int:
     return log.stat().st_size if log.is_file() else 0
-
-
-def _last_lines(log: Path, start: int = 0) -> str:
-    """Return the last lines of a log, of those after its first `start` bytes."""
-    if not log.is_file():
-        return ""
-    with log.open("rb") as file:
-        file.seek(max(start, file.seek(0, os.SEEK_END) - LAST_BYTES))
-        text = file.read().decode(errors="replace")
-    return "\n".join(one_line(line) for line in text.strip().splitlines()[-LAST_LINES:])

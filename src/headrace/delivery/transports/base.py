@@ -63,6 +63,8 @@ class SenderSettings:
     """The device of the trainer's weights."""
     receivers: int = 1
     """The number of engines."""
+    trusted_network: bool = False
+    """Whether a transport without keys may listen beyond loopback."""
     relays: bool = True
     """Whether engines may relay a version to each other."""
     per_parameter: bool = False

@@ -8,11 +8,10 @@ the others lose only that one broadcast: every wait has a deadline, and the next
 
 import contextlib
 import logging
-import socket
 import threading
 import time
+import uuid
 from collections.abc import Collection, Mapping
-from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -22,6 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from headrace.delivery.plan import PackingPlan, pack, unpack
 from headrace.delivery.transports.base import LIMIT, PlacedSender, Sender, SenderSettings, Source, SourceSettings
+from headrace.delivery.transports.collectives import LOOPBACK, check_address, listen
 from headrace.delivery.transports.nccl_group import (
     BUCKET_BYTES,
     POLL_SECONDS,
@@ -40,11 +40,7 @@ from headrace.delivery.transports.nccl_group import (
     on_device,
     pieces,
 )
-from headrace.delivery.transports.tcp_wire import is_loopback
 from headrace.errors import ConfigError, DeliveryError
-
-HOST = "127.0.0.1"
-"""The address to listen on. Broadcasts are neither encrypted nor authenticated, so they never leave this host."""
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +88,8 @@ class NcclSender(PlacedSender):
         receivers: int = 1,
         per_parameter: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
-        bind: str = HOST,
+        bind: str = LOOPBACK,
+        trusted_network: bool = False,
         joining: float = 0.5,
         patience: float = 10.0,
     ) -> None:
@@ -100,11 +97,11 @@ class NcclSender(PlacedSender):
 
         `receivers` is the number of engines. A broadcast begins when all of them have asked for the version or have it
         already, but at the latest `joining` seconds after the first request. `patience` is the longest wait for one
-        step of a broadcast, in seconds.
+        step of a broadcast, in seconds. `bind` is an address of this host. It is beyond loopback only on a trusted
+        network, because broadcasts are neither encrypted nor authenticated.
         """
         super().__init__("snapshot")
-        if not is_loopback(bind):
-            raise ConfigError(f'[delivery] bind: the "nccl" transport does not leave the host, so not on {bind}')
+        check_address(bind, trusted_network, '[delivery] transport = "nccl"')
         self._device = exact(device)
         self._backend = "nccl" if self._device.type == "cuda" else "gloo"
         if self._backend == "gloo":
@@ -116,8 +113,11 @@ class NcclSender(PlacedSender):
         self._changed = threading.Condition()
         self._snapshots = [_Snapshot(self._device) for _ in range(LIMIT)]
         self._sequence = 0
-        self._store: TCPStore | None = _store(patience)
-        self._address = HOST, self._store.port
+        try:
+            self._store: TCPStore | None = listen(bind, patience)
+        except OSError as error:
+            raise ConfigError(f"[delivery] bind: cannot listen on {bind}: {error.strerror}") from error
+        self._address = bind, self._store.port
         self._locations = [str(NcclLocation(self._backend, *self._address, place)) for place in range(LIMIT)]
         for place in range(LIMIT):
             self._hold(place, HeldVersion())
@@ -125,6 +125,8 @@ class NcclSender(PlacedSender):
         # A separate stream: on the trainer's, a broadcast would wait for training steps that are already enqueued.
         self._stream = torch.cuda.Stream(self._device) if self._backend == "nccl" else None  # type: ignore[no-untyped-call]
         self._line: Any = connect(*self._address, patience)
+        # Groups of an earlier sender, perhaps on the same port, have other names.
+        self._epoch = uuid.uuid4().hex
         self._session = 0
         self._read = 0
         self._pending: list[_Pending] = []
@@ -247,7 +249,7 @@ class NcclSender(PlacedSender):
         if not kept or any(pending.ask.group != key_of(self._group) for pending in members):
             self._drop_group()
             self._members = names
-        group = key_of(self._group) or f"group-{self._session}"
+        group = key_of(self._group) or f"{self._epoch}-{self._session}"
         for pending in members:
             rank = self._members.index(pending.ask.receiver) + 1
             answer = BroadcastReply(self._session, group, rank, len(members) + 1, self._bucket_bytes)
@@ -294,26 +296,14 @@ class NcclSender(PlacedSender):
         self._group, self._members = None, []
 
 
-def _store(patience: float) -> TCPStore:
-    """Make the store for requests on a loopback port. A store that opens its own port would listen on every address."""
-    listening = socket.create_server((HOST, 0))
-    port = listening.getsockname()[1]
-    return TCPStore(
-        HOST,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=patience),
-        master_listen_fd=listening.detach(),
-    )
-
-
 class Transport:
     """The `nccl` transport: a broadcast, by NCCL between GPUs and by gloo elsewhere."""
 
     on_device = True
+    own_gpus = True  # NCCL refuses two processes on one GPU.
     for_servers = False
     for_ranks = False
+    needs_trust = True
 
     def sender(self, settings: SenderSettings) -> Sender:
         """See `base.Transport.sender`."""
@@ -321,6 +311,7 @@ class Transport:
             device=settings.device,
             receivers=settings.receivers,
             bind=settings.bind,
+            trusted_network=settings.trusted_network,
             per_parameter=settings.per_parameter,
         )
 

@@ -2,8 +2,9 @@
 
 Every request names the write that it is about, and the pieces of a broadcast are a pure function of the plan, so nobody
 receives bytes of two writes or in another order. Every step has a deadline. The communicator does not touch the
-default process group. Calls that may block inside a library run in a separate thread, which is abandoned when it makes
-no progress. After that, the communicator and the memory passed to it must not be used again.
+default process group. Calls that may block inside a library, also those to a store whose host is cut off, run in a
+separate thread, which is abandoned when it makes no progress. After that, the communicator, the connection and the
+memory passed to it must not be used again.
 
 An engine asks for a version, joins the group that the sender forms, and receives. The received bytes count only if the
 place still holds the same write afterwards. After any failure, the group, the connection to the sender and the memory
@@ -30,7 +31,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from headrace.delivery.base import Entry
 from headrace.delivery.plan import packed_bytes, unpack
-from headrace.delivery.transports.tcp_wire import is_loopback
+from headrace.delivery.transports.collectives import own_address, use_interface
 from headrace.errors import DeliveryError
 
 BUCKET_BYTES = 64 << 20
@@ -102,12 +103,10 @@ class NcclLocation(msgspec.Struct, frozen=True):
 
 
 def parse_location(text: str) -> NcclLocation:
-    """Parse the location in a manifest. Broadcasts are not encrypted, so a location beyond this host is refused."""
+    """Parse the location in a manifest. Whether it may be beyond this host was decided where the sender listens."""
     match = _LOCATION.fullmatch(text)
     if match is None:
         raise DeliveryError(f"{text!r} is not a location of the nccl transport")
-    if not is_loopback(match[2]):
-        raise DeliveryError(f"{text} is beyond this host, and a broadcast is not encrypted")
     return NcclLocation(match[1], match[2], int(match[3]), int(match[4]))
 
 
@@ -138,7 +137,8 @@ class ProgressWatch:
         self._last = time.monotonic()
 
     def made(self) -> None:
-        """Record that there was progress."""
+        """Record that there was progress. Raise `DeliveryError` if it came so late that `bounded` has given up."""
+        self.check(_GRACE_SECONDS)
         self._last = time.monotonic()
 
     def left(self) -> float:
@@ -153,29 +153,40 @@ class ProgressWatch:
 
 def bounded(work: Callable[[], T], progress: ProgressWatch) -> T:
     """Run `work` in a thread; return or raise its outcome. Without progress, abandon it and raise `DeliveryError`."""
-    outcome: Future[T] = Future()
 
-    def run() -> None:
+    def run(outcome: Future[T]) -> None:
         try:
             outcome.set_result(work())
         except (RuntimeError, ValueError, DeliveryError) as error:
             outcome.set_exception(error)
+        finally:
+            del outcome
 
-    threading.Thread(target=run, name="broadcast", daemon=True).start()
-    while not wait([outcome], max(0.0, progress.left() + _GRACE_SECONDS)).done:
-        # `work` checks the deadline too, unless it hangs in a library.
-        progress.check(_GRACE_SECONDS)
-    return outcome.result()
+    outcome: Future[T] = Future()
+    threading.Thread(target=run, args=(outcome,), name="broadcast", daemon=True).start()
+    try:
+        while not wait([outcome], max(0.0, progress.left() + _GRACE_SECONDS)).done:
+            # `work` checks the deadline too, unless it hangs in a library.
+            progress.check(_GRACE_SECONDS)
+        return outcome.result()
+    finally:
+        # An error refers to the frames that it passed, and the future to the error. In a circle they would keep the
+        # connection that `work` used open.
+        del outcome
 
 
 def connect(host: str, port: int, patience: float) -> TCPStore:
     """Connect to the sender's store. Raises `DeliveryError` at once if nobody listens there."""
-    try:
-        # Tried with a plain socket first, because the store's own client would retry until its deadline.
-        socket.create_connection((host, port), timeout=patience).close()
-        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=patience))
-    except (OSError, dist.DistError) as error:
-        raise DeliveryError(f"the sender at {host}:{port} is gone") from error
+
+    def dial() -> TCPStore:
+        try:
+            # Tried with a plain socket first, because the store's own client would retry until its deadline.
+            socket.create_connection((host, port), timeout=patience).close()
+            return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=patience))
+        except (OSError, dist.DistError) as error:
+            raise DeliveryError(f"the sender at {host}:{port} is gone") from error
+
+    return bounded(dial, ProgressWatch(patience, f"connecting to {host}:{port}"))
 
 
 def exact(device: torch.device | str) -> torch.device:
@@ -207,7 +218,7 @@ class BroadcastGroup:
             with on_device(device, None):
                 # A separate connection, so that one that hangs does not block others.
                 store = PrefixStore(key, connect(*address, patience))
-                return _communicator(backend, store, rank, size, patience)
+                return _communicator(backend, store, rank, size, own_address(*address), patience)
 
         self._communicator = bounded(form, progress)
 
@@ -255,13 +266,15 @@ def _finish(work: Any, progress: ProgressWatch) -> None:
     progress.made()
 
 
-def _communicator(backend: str, store: Store, rank: int, size: int, patience: float) -> Any:
+def _communicator(backend: str, store: Store, rank: int, size: int, own: str, patience: float) -> Any:
+    """Make this member's end, which uses the interface of the address `own` only."""
     api: Any = dist
     if backend == "gloo":
         options = api.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=patience)
-        options._devices = [api.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._devices = [api.ProcessGroupGloo.create_device(hostname=own)]
         return api.ProcessGroupGloo(store, rank, size, options)
+    use_interface(own)
     options = api.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=patience)
     with _errors_are_raised():
@@ -330,15 +343,9 @@ class NcclSource:
         if (place.backend == "nccl") != (self._device.type == "cuda"):
             raise DeliveryError(f"{location} cannot be received on {self._device}")
         with self._all_or_nothing(place):
-            line = self._connected(place)
-            held = _held(line, place, version)
             nbytes = packed_bytes(entries)
-            if held.nbytes != nbytes:
-                raise DeliveryError(f"version {version} at {location} has {held.nbytes} bytes, not {nbytes}")
-            answer = self._invited(
-                line, BroadcastRequest(self._name, place.place, version, held.sequence, key_of(self._group))
-            )
-            group = self._joined(line, place, answer)
+            held, answer = self._invited(place, version, nbytes)
+            group = self._joined(place, answer)
             if self._buffer is None or len(self._buffer) < nbytes:
                 self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             group.broadcast(answer.session, self._buffer, pieces(entries, answer.bucket_bytes))
@@ -351,7 +358,8 @@ class NcclSource:
             raise DeliveryError(f"version {version} was not received from {location}")
         place = parse_location(location)
         with self._all_or_nothing(place):
-            if _held(self._connected(place), place, version).sequence != self._complete[2]:
+            line = self._connected(place)
+            if bounded(lambda: _held(line, place, version), self._answers()).sequence != self._complete[2]:
                 raise DeliveryError(f"{location} was written again while version {version} was received")
 
     def close(self) -> None:
@@ -380,21 +388,38 @@ class NcclSource:
             self._line = (place.host, place.port, connect(place.host, place.port, self._patience))
         return self._line[2]
 
-    def _invited(self, line: TCPStore, ask: BroadcastRequest) -> BroadcastReply:
-        number = line.add(key("asks"), 1)
-        line.set(key("ask", number), msgspec.json.encode(ask).decode())
-        # Twice the patience, because the sender may be busy with a broadcast that fails.
-        said = self._await(line, key("answer", number), 2 * self._patience)
-        line.delete_key(key("answer", number))
-        answer = msgspec.json.decode(said, type=BroadcastReply)
-        if answer.refusal:
-            raise DeliveryError(f"the sender refused: {answer.refusal}")
-        return answer
+    def _answers(self) -> ProgressWatch:
+        """Watch that the sender's store answers: a call to a store whose host is cut off would not return for long."""
+        return ProgressWatch(self._patience, "waiting for the store of the sender of weights")
 
-    def _joined(self, line: TCPStore, place: NcclLocation, answer: BroadcastReply) -> BroadcastGroup:
-        line.set(key("joined", answer.session, answer.rank), "yes")
-        if (said := self._await(line, key("begin", answer.session), self._patience).decode()) != "yes":
-            raise DeliveryError(f"broadcast {answer.session} was called off: {said}")
+    def _invited(self, place: NcclLocation, version: int, nbytes: int) -> tuple[HeldVersion, BroadcastReply]:
+        """Ask for the version. Return what its place holds, and the invitation to a broadcast that begins now."""
+        line, answers, group = self._connected(place), self._answers(), key_of(self._group)
+
+        def ask() -> tuple[HeldVersion, BroadcastReply]:
+            held = _held(line, place, version)
+            answers.made()
+            if held.nbytes != nbytes:
+                raise DeliveryError(f"version {version} at {place} has {held.nbytes} bytes, not {nbytes}")
+            number = line.add(key("asks"), 1)
+            answers.made()  # A request that was given up must not take the place of the next one.
+            request = BroadcastRequest(self._name, place.place, version, held.sequence, group)
+            line.set(key("ask", number), msgspec.json.encode(request).decode())
+            # Twice the patience, because the sender may be busy with a broadcast that fails.
+            said = _await(line, key("answer", number), 2 * self._patience, answers)
+            line.delete_key(key("answer", number))
+            answers.made()
+            answer = msgspec.json.decode(said, type=BroadcastReply)
+            if answer.refusal:
+                raise DeliveryError(f"the sender refused: {answer.refusal}")
+            line.set(key("joined", answer.session, answer.rank), "yes")
+            if (begun := _await(line, key("begin", answer.session), self._patience, answers).decode()) != "yes":
+                raise DeliveryError(f"broadcast {answer.session} was called off: {begun}")
+            return held, answer
+
+        return bounded(ask, answers)
+
+    def _joined(self, place: NcclLocation, answer: BroadcastReply) -> BroadcastGroup:
         if self._group is None or self._group.key != answer.group:
             if self._group is not None:
                 self._group.abort()
@@ -405,13 +430,16 @@ class NcclSource:
             )
         return self._group
 
-    def _await(self, line: TCPStore, awaited: str, patience: float) -> bytes:
-        # Polled, because a wait inside the store writes to the log when it times out.
-        progress = ProgressWatch(patience, "waiting for the sender of weights")
-        while not line.check([awaited]):
-            progress.check()
-            time.sleep(POLL_SECONDS)
-        return bytes(line.get(awaited))
+
+def _await(line: TCPStore, awaited: str, patience: float, answers: ProgressWatch) -> bytes:
+    """Return the value of a key once it is there. `answers` is told whenever the store answers."""
+    # Polled, because a wait inside the store writes to the log when it times out.
+    progress = ProgressWatch(patience, "waiting for the sender of weights")
+    while not line.check([awaited]):
+        answers.made()
+        progress.check()
+        time.sleep(POLL_SECONDS)
+    return bytes(line.get(awaited))
 
 
 def _held(line: TCPStore, place: NcclLocation, version: int) -> HeldVersion:

@@ -1,0 +1,97 @@
+"""A run whose workers have no run directory: files come over the link, logs go back, and nothing stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from runs import QUICKSTART, small_settings, start
+from test_deaths import wait_until_training
+
+from headrace.training.checkpoints.base import damage_of
+
+pytestmark = pytest.mark.slow
+
+LAUNCHER = Path(__file__).with_name("hosts_on_loopback.py")
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="hosts-"))
+    monkeypatch.setenv("TMPDIR", str(path))
+    monkeypatch.setenv("HEADRACE_TEST_HOSTS", "3")
+    yield path
+    shutil.rmtree(path)
+
+
+def settings(tmp_path: Path, *more: str) -> list[str]:
+    every = small_settings(tmp_path, f"pipeline.launcher={LAUNCHER}:LoopbackHosts", "engine.count=2", *more)
+    return [part for setting in every for part in ("--set", setting)]
+
+
+def _processes(word: str) -> dict[int, list[str]]:
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if "headrace.cluster.worker_main" in command and word in command:
+            found[int(process.name)] = command
+    return found
+
+
+def _address(run_dir: Path) -> str:
+    """Return the address of the run's hub, from the trainer's command line."""
+    commands = list(_processes(str(run_dir)).values())
+    return commands[0][commands[0].index("--address") + 1]
+
+
+def test_engines_on_other_hosts_are_started_killed_and_replaced(tmp_path: Path, temporary: Path) -> None:
+    run = start("train", str(QUICKSTART), *settings(tmp_path, "run.versions=40", "training.checkpoint_every=1"))
+    run_dir = tmp_path / "run"
+    wait_until_training(run_dir, 3)
+    workers = _processes(_address(run_dir))
+    engines = {pid: command for pid, command in workers.items() if "engine" in command}
+    assert len(engines) == 2
+    assert all("--run" not in command for command in engines.values())
+    assert {command[command.index("--own-address") + 1] for command in engines.values()} == {"127.0.0.2", "127.0.0.3"}
+    host_dirs = sorted(path.relative_to(temporary).parts[0] for path in temporary.glob("host*/headrace-host-*"))
+    assert host_dirs == ["host2", "host3"]
+    os.kill(next(iter(engines)), signal.SIGKILL)
+    _, stderr = run.communicate(timeout=300)
+    assert run.returncode == 0, stderr
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["steps"] == 40
+    with sqlite3.connect(run_dir / "journal.db") as db:
+        assert db.execute("SELECT count(*) FROM restarts WHERE process LIKE 'engine-%'").fetchone() == (1,)
+    for rank in range(2):
+        assert (run_dir / "logs" / f"engine-{rank}.log").is_file()
+    assert not list(temporary.glob("host*/headrace-host-*"))
+
+
+def test_a_trainer_on_another_host_sends_its_checkpoints_and_goes_on_from_them(tmp_path: Path, temporary: Path) -> None:
+    """The trainer has no disk that the controller sees: its checkpoints travel over the link, in both directions."""
+    away = ('cluster.hosts=["host2","host3"]', "run.versions=30", "training.checkpoint_every=2", "engine.count=1")
+    run = start("train", str(QUICKSTART), *settings(tmp_path, *away))
+    run_dir = tmp_path / "run"
+    wait_until_training(run_dir, 6)
+    trainers = [pid for pid, command in _processes("trainer").items() if "127.0.0.2" in command]
+    assert len(trainers) == 1
+    os.kill(trainers[0], signal.SIGKILL)
+    _, stderr = run.communicate(timeout=300)
+    assert run.returncode == 0, stderr
+    kept = sorted((run_dir / "checkpoints").glob("step-*"))
+    assert [path.name for path in kept] == ["step-00000030", "step-00000032"]
+    assert all(damage_of(path) == "" for path in kept)
+    with sqlite3.connect(run_dir / "journal.db") as db:
+        ((again, until),) = db.execute("SELECT from_step, to_step FROM restarts WHERE process = 'trainer-0'")
+        assert 0 < again <= until
+    assert not list(temporary.glob("host*/headrace-host-*"))
