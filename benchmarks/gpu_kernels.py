@@ -1,4 +1,4 @@
-"""Measures the kernels of a GPU alone: `python benchmarks/gpu_kernels.py [attention] [sampling] [digest]`.
+"""Measures the kernels of a GPU alone: `python benchmarks/gpu_kernels.py [attention] [sampling] [digest] [packed]`.
 
 Times are medians by the clock of the GPU. Launches of attention and sampling are replayed as a CUDA graph.
 
@@ -9,14 +9,19 @@ Times are medians by the clock of the GPU. Launches of attention and sampling ar
 - `digest`: the digest of 600M bfloat16 elements in 300 tensors, beside copies of the same bytes. `copy` is the copy
   that a receiver makes over live weights. `torch` is the same copy by torch. `flat copy` is the copy of one tensor
   with all bytes.
+- `packed`: the trainer's attention over a packed row, forward and backward, by Headrace's joined calls of torch's
+  variable-length kernels and by torch's FlexAttention, and what each plans once for a row.
 """
 
 import statistics
 import sys
+import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from headrace.bench.base import copy_bandwidth
 from headrace.delivery.digest import digest
@@ -25,6 +30,8 @@ from headrace.engines.base import KEPT_LIMIT, Sampling
 from headrace.engines.embedded.kernels.attention import choose_splits, paged_decode
 from headrace.engines.embedded.kernels.sampling import SamplingRows, sample
 from headrace.models.attention import AttentionCall
+from headrace.training.attention import PackedAttention
+from headrace.training.rows import MicroBatch, Segment
 
 BLOCK_SIZE = 16
 
@@ -54,6 +61,14 @@ RULES: dict[str, dict[str, object]] = {
     "record": {"record_kept": True},
 }
 ELEMENTS, TENSORS, COLUMNS = 600_000_000, 300, 1024
+
+PACKED_HEADS, PACKED_KV_HEADS, PACKED_SIZE = 16, 8, 128
+PACKED_ROWS = {
+    "8 sequences of 4,096": [(0, [4096])] * 8,
+    "12 prompts of 512 with 8 answers each": [(512, [96, 128, 192, 224, 256, 288, 384, 640])] * 12,
+    "32 prompts of 64 with 8 answers each": [(64, [32, 64, 64, 96, 128, 128, 192, 256])] * 32,
+}
+"""A row -> for each prompt its length, 0 if nothing is shared, and the lengths of its answers."""
 
 
 def gpu_seconds(work: Callable[[], object], *, replayed: int = 0, runs: int = 7) -> float:
@@ -170,10 +185,98 @@ def measure_digest() -> None:
         print(f"{name} {1e3 * seconds:.3f} ms, {moved / seconds / 1e12:.2f} TB/s read and written")
 
 
+def packed_row(families: list[tuple[int, list[int]]]) -> MicroBatch:
+    """Return a row of these families. Only its segments and positions matter to attention."""
+    segments: list[Segment] = []
+    positions: list[int] = []
+
+    def add(length: int, prefix: int | None) -> None:
+        segments.append(Segment(len(positions), length, prefix))
+        first = 0 if prefix is None else segments[prefix].length
+        positions.extend(range(first, first + length))
+
+    for shared, answers in families:
+        prompt = len(segments) if shared else None
+        if shared:
+            add(shared, None)
+        for length in answers:
+            add(length, prompt)
+    none = np.zeros(0, dtype=np.int64)
+    return MicroBatch(
+        np.zeros(len(positions), dtype=np.int64), np.array(positions), tuple(segments), none, none, none, none
+    )
+
+
+def measure_packed_row(row: MicroBatch, compiled: Callable[..., torch.Tensor]) -> None:
+    """Print the milliseconds of one layer and of the plan of the row, and how far the two outputs are apart."""
+    counts, shape = (PACKED_HEADS, PACKED_KV_HEADS, PACKED_KV_HEADS), (len(row), PACKED_SIZE)
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    inputs = [torch.randn(1, count, *shape, **options).requires_grad_() for count in counts]
+    gradient = torch.randn(1, len(row), PACKED_HEADS, PACKED_SIZE, **options)
+    call = AttentionCall(0, *inputs, PACKED_SIZE**-0.5, window=None, softcap=None, sinks=None)
+    lengths = torch.tensor([segment.length for segment in row.segments])
+    segment_of = torch.arange(len(lengths)).repeat_interleave(lengths).cuda()
+    prefixes = torch.tensor([-1 if s.prefix is None else s.prefix for s in row.segments])
+    prefix_of = prefixes.repeat_interleave(lengths).cuda()
+
+    def sees(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        own = (segment_of[query] == segment_of[key]) & (query >= key)
+        return own | (prefix_of[query] == segment_of[key])
+
+    def plan_ours() -> Any:
+        return PackedAttention(row)
+
+    def plan_flex() -> Any:
+        return create_block_mask(sees, None, None, len(row), len(row), device="cuda", _compile=True)
+
+    def ours(plan: Any) -> torch.Tensor:
+        return plan.attend(call)  # type: ignore[no-any-return]
+
+    def flex(plan: Any) -> torch.Tensor:
+        output = compiled(*inputs, block_mask=plan, scale=PACKED_SIZE**-0.5, enable_gqa=True)
+        return output.transpose(1, 2)
+
+    def timed(work: Callable[[], object]) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    outputs = []
+    for name, plan, attend in (("headrace", plan_ours, ours), ("flex", plan_flex, flex)):
+        first = timed(lambda plan=plan, attend=attend: attend(plan()).backward(gradient))
+        planning, planned = timed(plan), plan()
+        outputs.append(attend(planned).detach().float())
+        forward = gpu_seconds(lambda attend=attend, planned=planned: attend(planned))
+        both = gpu_seconds(lambda attend=attend, planned=planned: attend(planned).backward(gradient))
+        print(
+            f"  {name:9} forward {1e3 * forward:.2f} ms, with backward {1e3 * both:.2f} ms, "
+            f"plan of the row {1e3 * planning:.2f} ms, first call {first:.1f} s"
+        )
+    print(f"  largest difference of the outputs {(outputs[0] - outputs[1]).abs().max():.4f}")
+
+
+def measure_packed() -> None:
+    """Measure all rows."""
+    torch.manual_seed(0)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    print(f"{PACKED_HEADS} heads, {PACKED_KV_HEADS} of keys and values, size {PACKED_SIZE}, bfloat16")
+    for title, families in PACKED_ROWS.items():
+        row = packed_row(families)
+        print(f"{title}: {len(row):,} tokens")
+        measure_packed_row(row, compiled)
+
+
 if __name__ == "__main__":
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/gpu_kernels.py needs a GPU")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    kernels = {"attention": measure_attention, "sampling": measure_sampling, "digest": measure_digest}
+    kernels = {
+        "attention": measure_attention,
+        "sampling": measure_sampling,
+        "digest": measure_digest,
+        "packed": measure_packed,
+    }
     for kernel in sys.argv[1:] or kernels:
         kernels[kernel]()
