@@ -309,9 +309,10 @@ class Fleet(Processes):
             death, deaths = await self._silenced.get()
             if self._deaths[death.peer] != deaths:
                 continue
-            # A process that has just ended cannot be reached either. Its launcher knows how it ended and should report
-            # first.
-            await asyncio.sleep(EXIT_NEWS_SECONDS)
+            if death.peer in self.hub.peers:
+                # It cannot be reached, but was heard a moment ago: it may have just ended. Its launcher knows how it
+                # ended and should report first.
+                await asyncio.sleep(EXIT_NEWS_SECONDS)
             if self._deaths[death.peer] != deaths or not self.hub.lost(death.peer):
                 continue
             if self._started and self._restarts.get(death.peer, 0):
