@@ -41,7 +41,7 @@ ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # A worker does this, too: it ends w
 note = pathlib.Path(os.environ["NOTE"])
 note.with_suffix(".new").write_text(json.dumps({"pid": os.getpid(), "actor": os.getppid(), **os.environ}))
 note.with_suffix(".new").rename(note)
-if "--server-key" in sys.argv:
+if "--server-key" in " ".join(sys.argv):
     print("headrace worker key: PUBLIC")
 exec(os.environ["DO"])
 """

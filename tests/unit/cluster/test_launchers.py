@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.cluster.base import EXIT_USER_ERROR
+from headrace.cluster.base import EXIT_USER_ERROR, KEY_LINE
 from headrace.cluster.launchers.base import Launcher, WorkerSpec
 from headrace.cluster.launchers.local import SHARED, ForkedLauncher, LocalLauncher, make_launcher
 from headrace.cluster.placement import Place
@@ -227,3 +228,15 @@ def test_the_launcher_for_ray_says_how_to_get_ray(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError) as refused:
         make_launcher(load_config(QUICKSTART, ["pipeline.launcher=ray"]))
     assert str(refused.value) == "[pipeline] launcher = \"ray\" needs Ray: pip install 'headrace[ray]'"
+
+
+def test_a_hub_key_that_begins_with_a_dash_is_not_taken_for_an_option() -> None:
+    spec = WorkerSpec(
+        role="engine", rank=0, address="tcp://127.0.0.1:1", run_dir="", away=True, server_key="-" + "a" * 39
+    )
+    command = [sys.executable, "-m", "headrace.cluster.worker_main", *spec.arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as worker:
+        assert worker.stdout is not None
+        said = worker.stdout.readline()
+        worker.kill()
+    assert said.startswith(KEY_LINE)

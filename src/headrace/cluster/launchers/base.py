@@ -61,10 +61,11 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
         own |= {} if self.away else {"--run": self.run_dir}
         own |= {"--epoch": str(self.epoch)} if self.epoch else {}
         own |= {"--own-address": self.own_address} if self.own_address else {}
-        own |= {"--server-key": self.server_key} if self.server_key else {}
         own |= {"--neighbours": ",".join(self.neighbours)} if self.neighbours else {}
         own |= {"--meet-at": self.meet_at} if self.meet_at else {}
-        return [word for pair in own.items() for word in pair]
+        # In one word with its name, because a key may begin with a dash.
+        key = [f"--server-key={self.server_key}"] if self.server_key else []
+        return [*(word for pair in own.items() for word in pair), *key]
 
 
 class Exit(msgspec.Struct, frozen=True, kw_only=True):
