@@ -58,7 +58,7 @@ class PooledRun:
     def __init__(self, cluster: RayCluster, hosts: list[Host], runs: Path, *settings: str) -> None:
         self.hosts = hosts
         self.directory = runs / "run"
-        every = (f"run.directory={runs}", "run.name=run", "pipeline.launcher=ray", "observe.display=none")
+        every = (f"run.directory={runs}", "run.name=run", "pipeline.launcher=ray", "observe.display=plain")
         options = [part for setting in (*every, *settings) for part in ("--set", setting)]
         self._output = runs / "output.txt"
         with self._output.open("wb") as output:
@@ -156,7 +156,9 @@ def check_ledgers(run: PooledRun, summary: dict[str, Any]) -> None:
 def test_the_quickstart_learns_on_three_hosts(
     cluster: RayCluster, hosts: list[Host], runs: Path, settings: tuple[str, ...], trainers: set[str]
 ) -> None:
-    run = PooledRun(cluster, hosts, runs, *settings)
+    # Ranks of several hosts write one checkpoint together.
+    shared = f"training.checkpoint_directory={runs / 'checkpoints'}" if len(trainers) > 1 else "training.ranks=1"
+    run = PooledRun(cluster, hosts, runs, *settings, shared)
     run.wait_for_step(1)
     ranks = [run.workers("trainer", rank) for rank in range(len(trainers))]
     assert {host for rank in ranks for host in rank} == trainers

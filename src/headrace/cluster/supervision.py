@@ -318,6 +318,7 @@ class Fleet(Processes):
             if self._started and self._restarts.get(death.peer, 0):
                 if self._is_away(death.peer):
                     self._unheard.add(death.peer)
+                self._reasons.setdefault(death.peer, death.reason)
                 self._launcher.kill(death.peer)  # The exit event causes the restart.
                 continue
             self.hub.mark_dead(death)
