@@ -65,6 +65,17 @@ def join_temperatures(parts: Iterable[tuple[int, Temperatures]]) -> Temperatures
     return runs if any(temperature for _, temperature in runs) else []
 
 
+def _temperatures_between(temperatures: Temperatures, start: int, end: int) -> Temperatures:
+    """Return the temperatures of the tokens from position `start` up to, but not including, `end`."""
+    parts, at = [], 0
+    for count, temperature in temperatures:
+        inside = min(at + count, end) - max(at, start)
+        if inside > 0:
+            parts.append((inside, [(inside, temperature)]))
+        at += count
+    return join_temperatures(parts)
+
+
 def splitmix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Apply the finalizer of SplitMix64, a bijection: each input bit changes about half of the output bits."""
     mixed = values + np.uint64(0x9E3779B97F4A7C15)
@@ -191,20 +202,14 @@ class Trace(msgspec.Struct, kw_only=True):
 
     def part(self, start: int, end: int) -> Trace:
         """Return the tokens from position `start` up to, but not including, `end`."""
-        places = np.arange(start, min(end, len(self)))
-        ends = np.cumsum([count for count, _ in self.temperatures], dtype=int)
-        counts = np.diff(np.clip(ends, start, end), prepend=start).tolist()
         return Trace(
             token_ids=self.token_ids[start:end],
             trained=self.trained[start:end],
             logprobs=self.logprobs[start:end],
             versions=self.versions[start:end],
-            kept=None if self.kept is None else self.kept.at(places),
+            kept=None if self.kept is None else self.kept.at(np.arange(start, min(end, len(self)))),
             routing=None if self.routing is None else self.routing[start:end],
-            temperatures=join_temperatures(
-                (count, [(count, temperature)])
-                for count, (_, temperature) in zip(counts, self.temperatures, strict=True)
-            ),
+            temperatures=_temperatures_between(self.temperatures, start, end),
         )
 
     def extended(self, token_ids: Int32Array, logprobs: Float32Array, versions: Int32Array, *, trained: bool) -> Trace:

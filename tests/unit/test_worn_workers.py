@@ -74,6 +74,7 @@ async def test_friction_45_a_reward_worker_is_replaced_after_so_many_judgements(
 
 async def test_friction_45_a_reward_worker_that_grows_is_replaced(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_pool, "GROWTH_BYTES", 48 << 20)
+    monkeypatch.setattr(worker_pool, "LOOK_SECONDS", 0.0)
     found = await pids(WorkerScorer(f"{code}:leaks"), 5)
     assert len(set(found)) == 2 and found[0] == found[1] == found[2]
 

@@ -14,6 +14,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from asyncio.subprocess import PIPE, Process
 from itertools import count
 from pathlib import Path
@@ -38,6 +39,8 @@ T = TypeVar("T")
 CLOSE_SECONDS = 5.0
 GROWTH_BYTES = 1 << 30
 """A worker that holds this much more memory than after its first answer is replaced."""
+LOOK_SECONDS = 0.1
+"""Seconds between two looks at the memory of a worker."""
 
 
 class WorkerDied(Exception):
@@ -208,6 +211,9 @@ class _Worker:
         self._mark = mark
         self._answered = 0
         self._memory = 0
+        """The bytes that the worker held after its first answer."""
+        self._looked = 0.0
+        self._grown = False
         self._open: dict[int, asyncio.Future[bytes | None]] = {}
         """Question id -> its future answer. None as an answer means that the worker is gone."""
         self._listener = asyncio.create_task(self._listen(), name="answers of a worker")
@@ -236,9 +242,12 @@ class _Worker:
     def worn(self, answers: int) -> bool:
         """Count an answer. Return whether there were so many, or the worker has grown too much since its first one."""
         self._answered += 1
-        memory = _memory(self._process.pid)
-        self._memory = self._memory or memory
-        return self._answered >= answers or memory > self._memory + GROWTH_BYTES
+        now = time.monotonic()
+        if now - self._looked > LOOK_SECONDS:
+            self._looked, memory = now, _memory(self._process.pid)
+            self._memory = self._memory or memory
+            self._grown = memory > self._memory + GROWTH_BYTES
+        return self._grown or self._answered >= answers
 
     def give_up(self, id: int) -> None:
         """Tell the worker that nobody waits for this answer any more. The worker then takes no new questions."""

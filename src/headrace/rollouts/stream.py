@@ -82,6 +82,8 @@ class TokenStream:
         if start >= self._length:
             return None
         known = len(self._joined)
+        if start == 0:
+            return self.trace()
         if start < known:
             return self.trace().part(start, self._length)
         late: list[Trace] = []
