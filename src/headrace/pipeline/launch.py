@@ -483,7 +483,7 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) ->
     run_dir, before = RunDir.open(path)
     config = with_settings(before, settings)
     config, _ = place_run(config, hosts_of(config))
-    check_store(config)
+    check_store(config, new=not run_dir.journal.is_file())
     if not run_dir.journal.is_file():
         with lock_run(run_dir.journal) as lock:
             return _begin_again(run_dir, config, progress, partial(Journal, lock=lock))

@@ -86,6 +86,24 @@ def test_the_newest_are_kept_by_the_same_rule_as_on_the_disk(tmp_path: Path, sto
     assert {name.split("/")[0] for name in files(store)} == {"step-00000004", "step-00000005"}
 
 
+def test_what_is_there_already_is_not_copied_again(
+    tmp_path: Path, store: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last checkpoint of a run may be written twice. At no moment is there none."""
+    saved = write(tmp_path / "here", 1)
+    store.keep(saved, 1)
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("it was copied again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(fsspec.url_to_fs(store.url)[0]), "put_file", never)
+        store.keep(write(tmp_path / "here", 1), 1)
+    store.keep(write(tmp_path / "here", 1, content=2.0), 1)
+    store.fetch("", tmp_path / "there")
+    assert (tmp_path / "there" / saved.name / SUMS).read_bytes() == (saved / SUMS).read_bytes()
+
+
 def test_a_torn_upload_is_ignored_and_made_up_for(
     tmp_path: Path, store: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,12 +168,17 @@ def test_a_damaged_one_is_refused_and_the_one_before_it_used(
     store.keep(write(tmp_path / "here", 1), 2)
     store.keep(write(tmp_path / "here", 2), 2)
     change(store, f"step-00000002/{file}", content)
-    (said,) = store.fetch_newest(tmp_path / "there", 9)
-    assert said.startswith(f"{store.url}/step-00000002: ") and said.endswith("; it is not used") and damage in said
-    assert names(tmp_path / "there") == ["step-00000001"]
     with pytest.raises(UserError, match=r"/run/step-00000002 is damaged: "):
         store.fetch("step-2", tmp_path / "there")
-    assert names(tmp_path / "there") == ["step-00000001"]
+    assert names(tmp_path / "there") == []
+    (said,) = store.fetch_newest(tmp_path / "there", 9)
+    assert said.startswith(f"{store.url}/step-00000002: ") and said.endswith("; it is not used") and damage in said
+    assert names(tmp_path / "there") == ["step-00000001"] == store.names()
+    store.keep(tmp_path / "there" / "step-00000001", 2)
+    assert "step-00000002/SHA256SUMS.damaged" in files(store)
+    store.keep(write(tmp_path / "there", 2), 2)
+    assert store.names() == ["step-00000001", "step-00000002"]
+    assert store.fetch_newest(tmp_path / "again", 9) == [] and names(tmp_path / "again") == ["step-00000002"]
 
 
 def test_only_steps_that_the_journal_knows_are_fetched(tmp_path: Path, store: RemoteStore) -> None:
@@ -200,8 +223,13 @@ def test_a_base_model_beside_adapters_travels_once(tmp_path: Path, store: Remote
     assert names(tmp_path / "there") == ["base", "step-00000002"]
     assert (tmp_path / "there" / "base" / "model.safetensors").read_text() == "drawn at random"
     change(store, "base/model.safetensors", b"other")
+    with pytest.raises(UserError, match=r"/run/base is damaged: model\.safetensors has other bytes than were written"):
+        store.fetch("step-2", tmp_path / "again")
     (said,) = store.fetch_newest(tmp_path / "again", 2)
-    assert "base beside it is damaged: model.safetensors has other bytes than were written" in said
+    assert said.startswith(f"{store.url}/base: model.safetensors has other bytes")
+    assert names(tmp_path / "again") == ["step-00000002"]
+    store.keep(tmp_path / "here" / "step-00000002", 1)
+    assert store.fetch_newest(tmp_path / "then", 2) == [] and names(tmp_path / "then") == ["base", "step-00000002"]
 
 
 def configured(url: str) -> Config:

@@ -2,7 +2,8 @@
 
 Object stores cannot rename a folder. So `SHA256SUMS` says that a checkpoint is complete: it is uploaded last, and
 deleted first. A checkpoint that is fetched gets its name on the disk only if its files match their digests. The trainer
-is the one writer of the folder at the URL.
+is the one writer of the folder at the URL. There, too, a checkpoint that cannot be used is set aside: its `SHA256SUMS`
+becomes `SHA256SUMS.damaged` or `SHA256SUMS.ahead`, and nothing reads it any more.
 
     URL/RUN_NAME/step-00000042/...      the same files as on the disk
     URL/RUN_NAME/base/...               the base model of an adapter, if no other directory holds it
@@ -32,8 +33,7 @@ from headrace.training.checkpoints.base import (
 )
 
 SETTING = "[training] checkpoint_directory"
-AHEAD = f"{SUMS}.ahead"
-"""The name that `SHA256SUMS` of a checkpoint gets if the journal does not know its last steps. Nothing reads it."""
+ASIDE = (f"{SUMS}.damaged", f"{SUMS}.ahead")
 
 
 class RemoteStore:
@@ -65,16 +65,17 @@ class RemoteStore:
     def keep(self, checkpoint: Path, newest: int) -> None:
         """Copy a checkpoint from the disk, then delete all but the `newest` ones, and what broken copies left.
 
-        A base model beside the checkpoint is copied once.
+        A base model beside the checkpoint is copied too. What is there already is not copied again.
         """
         with store_errors(UserError, f"{SETTING}: {checkpoint.name} cannot be copied to {self.url}"):
-            for base in (checkpoint.parent / name for name in BASES.values()):
-                if base.is_dir() and self._read(base.name, SUMS) is None:
-                    self._upload(base)
-            self._upload(checkpoint)
-            complete, folders = self.names(), self._folders()
-            for name in folders:
-                if name in complete[:-newest] or (name not in complete and self._read(name, AHEAD) is None):
+            bases = (checkpoint.parent / name for name in BASES.values())
+            for folder in (*filter(Path.is_dir, bases), checkpoint):
+                if self._read(folder.name, SUMS) != (folder / SUMS).read_bytes():
+                    self._upload(folder)
+            complete = self.names()
+            for name in self._folders():
+                torn = name not in complete and all(self._read(name, marker) is None for marker in ASIDE)
+                if torn or name in complete[:-newest]:
                     self._delete(name)
 
     def fetch_newest(self, directory: Path, last_step: int | None) -> list[str]:
@@ -87,20 +88,21 @@ class RemoteStore:
         complete, here = self.names(), latest(directory)
         if last_step is None:
             return said
-        for name in reversed(complete):
-            with store_errors(UserError, f"{SETTING}: {self.url}/{name} cannot be read"):
+        with store_errors(UserError, f"{SETTING}: {self.url} cannot be read"):
+            for base in self._missing_bases(directory):
+                if damage := self._download(base, directory):
+                    said.append(self._set_aside(base, "damaged", damage))
+            for name in reversed(complete):
                 state = decode_state(self._read(name, STATE) or b"")
                 if state is not None and state.policy_steps > last_step:
-                    # Once the journal is as long, nothing else would tell that it knows other steps.
-                    self._store.mv(f"{self._path}/{name}/{SUMS}", f"{self._path}/{name}/{AHEAD}")
-                    what = f"it is of step {state.policy_steps}, and the journal ends at step {last_step}"
-                elif here is None or steps_in(here.name) < steps_in(name):
-                    what = self._fetch(name, directory)
+                    ahead = f"it is of step {state.policy_steps}, and the journal ends at step {last_step}"
+                    said.append(self._set_aside(name, "ahead", ahead))
+                elif here is not None and steps_in(name) <= steps_in(here.name):
+                    break
+                elif damage := self._download(name, directory):
+                    said.append(self._set_aside(name, "damaged", damage))
                 else:
                     break
-            if not what:
-                break
-            said.append(f"{self.url}/{name}: {what}; it is not used")
         return said
 
     def fetch(self, name: str, directory: Path) -> None:
@@ -113,20 +115,21 @@ class RemoteStore:
         if name and not wanted:
             listed = ", ".join(complete) or "none"
             raise UserError(f"{self.url} has no complete checkpoint {name}; there are {listed}")
-        for known in wanted:
-            with store_errors(UserError, f"{SETTING}: {self.url}/{known} cannot be read"):
-                if known not in here and (damage := self._fetch(known, directory)):
+        with store_errors(UserError, f"{SETTING}: {self.url} cannot be read"):
+            for known in (*self._missing_bases(directory), *wanted):
+                if known not in here and (damage := self._download(known, directory)):
                     raise UserError(f"{self.url}/{known} is damaged: {damage}")
 
-    def _fetch(self, name: str, directory: Path) -> str:
-        """Fetch a checkpoint, and a base model beside it. Return one line about damage, or an empty line."""
-        for base in BASES.values():
-            missing = not (directory / base).is_dir() and self._read(base, SUMS) is not None
-            if missing and (damage := self._download(base, directory)):
-                return f"{base} beside it is damaged: {damage}"
-        return self._download(name, directory)
+    def _missing_bases(self, directory: Path) -> list[str]:
+        missing = (name for name in BASES.values() if not (directory / name).is_dir())
+        return [name for name in missing if self._read(name, SUMS) is not None]
+
+    def _set_aside(self, name: str, why: str, what: str) -> str:
+        self._store.mv(f"{self._path}/{name}/{SUMS}", f"{self._path}/{name}/{SUMS}.{why}")
+        return f"{self.url}/{name}: {what}; it is not used"
 
     def _download(self, name: str, directory: Path) -> str:
+        """Fetch a folder into the directory if it is sound. Return one line about its damage, or an empty line."""
         partial, sums = directory / f".partial-fetched-{name}", self._read(name, SUMS) or b""
         shutil.rmtree(partial, ignore_errors=True)
         try:
