@@ -69,14 +69,18 @@ class Run:
     def model_dir(self) -> Path:
         """The directory of the newest checkpoint, for `from_pretrained`; for peft's too if an adapter was trained."""
         from headrace.buffer.reader import open_readonly
+        from headrace.run_dir import RunDir
         from headrace.training.checkpoints.base import refuse_pickled
+        from headrace.training.checkpoints.remote_store import fetch_missing
 
         with open_readonly(self.path / "journal.db") as journal:
-            checkpoint = journal.meta().get("checkpoint")
-        if checkpoint is None:
+            name = journal.newest_checkpoint()
+        if name is None:
             raise UserError(f"{self.path} has no checkpoint yet")
         # The run directory may have been moved since the path was recorded.
-        path = self.path / "checkpoints" / Path(checkpoint["path"]).name
+        path = self.path / "checkpoints" / name
+        if not path.is_dir():
+            fetch_missing(RunDir.open(self.path)[1], path.parent, name)
         if not path.is_dir():
             raise UserError(f"{path}, the newest checkpoint of the run, is gone")
         refuse_pickled(path)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from headrace.config import Config, dump_config, load_config
 from headrace.config.file_digests import sync
+from headrace.config.stores import is_url
 from headrace.errors import DiskError, UserError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
@@ -55,9 +56,10 @@ class RunDir:
         return run_dir
 
     def link_checkpoints(self, config: Config) -> None:
-        """Make `checkpoints` lead to the run's folder in `[training] checkpoint_directory`, if that is given."""
-        if config.training.checkpoint_directory and not self.checkpoints.is_symlink():
-            folder = (Path(config.training.checkpoint_directory) / config.run.name).absolute()
+        """Make `checkpoints` lead to the run's folder in `[training] checkpoint_directory`, if that is a path."""
+        directory = config.training.checkpoint_directory
+        if directory and not is_url(directory) and not self.checkpoints.is_symlink():
+            folder = (Path(directory) / config.run.name).absolute()
             folder.mkdir(parents=True, exist_ok=True)
             self.checkpoints.symlink_to(folder, target_is_directory=True)
 

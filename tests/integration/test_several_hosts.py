@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import QUICKSTART, small_settings, start
+from runs import QUICKSTART, headrace, small_settings, start
 from test_deaths import wait_until_training
 
 from headrace.training.checkpoints.base import damage_of
@@ -95,3 +95,44 @@ def test_a_trainer_on_another_host_sends_its_checkpoints_and_goes_on_from_them(t
         ((again, until),) = db.execute("SELECT from_step, to_step FROM restarts WHERE process = 'trainer-0'")
         assert 0 < again <= until
     assert not list(temporary.glob("host*/headrace-host-*"))
+
+
+def test_a_trainer_on_another_host_goes_on_from_a_url(tmp_path: Path, temporary: Path) -> None:
+    """The hosts share nothing but the URL, and the controller's host fetches a checkpoint only when it needs one."""
+    bucket, run_dir = tmp_path / "bucket", tmp_path / "run"
+    away = ('cluster.hosts=["host2","host3"]', "run.versions=30", "training.checkpoint_every=2", "engine.count=1")
+    run = start("train", str(QUICKSTART), *settings(tmp_path, *away, f"training.checkpoint_directory=file://{bucket}"))
+    wait_until_training(run_dir, 6)
+    trainers = [pid for pid, command in _processes("trainer").items() if "127.0.0.2" in command]
+    assert len(trainers) == 1
+    os.kill(trainers[0], signal.SIGKILL)
+    _, stderr = run.communicate(timeout=300)
+    assert run.returncode == 0, stderr
+    kept = sorted((bucket / "run").iterdir())
+    assert [path.name for path in kept] == ["step-00000030", "step-00000032"]
+    assert all(damage_of(path) == "" for path in kept)
+    with sqlite3.connect(run_dir / "journal.db") as db:
+        ((again, until),) = db.execute("SELECT from_step, to_step FROM restarts WHERE process = 'trainer-0'")
+        assert 0 < again <= until
+    assert not list(temporary.glob("host*/headrace-host-*"))
+    assert not (run_dir / "checkpoints").exists()
+    exported = headrace("export", str(run_dir), "--to", "hf")
+    assert exported.returncode == 0, exported.stderr
+    assert exported.stdout.startswith("step-00000032 as hf in ")
+    model = Path("model.safetensors")
+    assert (run_dir / "export-hf" / model).read_bytes() == (kept[1] / model).read_bytes()
+    shutil.rmtree(run_dir / "checkpoints")
+    audited = headrace("audit", str(run_dir), "--json")
+    assert audited.returncode == 0, audited.stderr
+    assert json.loads(audited.stdout)["passed"]
+    shutil.rmtree(run_dir / "checkpoints")
+    resumed = headrace("resume", str(run_dir), "--set", "run.versions=31", "--set", 'cluster.hosts=["host1","host3"]')
+    assert resumed.returncode == 0, resumed.stderr
+    assert [path.name for path in sorted((bucket / "run").iterdir())] == ["step-00000032", "step-00000033"]
+    bucket.rename(tmp_path / "gone")
+    bucket.write_text("a store that cannot be read")
+    shutil.rmtree(run_dir / "checkpoints")
+    refused = headrace("export", str(run_dir), "--to", "hf", "--out", str(tmp_path / "model"))
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(f"headrace: [training] checkpoint_directory: file://{bucket}/run cannot be read: ")
+    assert refused.stderr.count("\n") == 1

@@ -80,6 +80,7 @@ ARROWS = {
         "models.lora",
         "tasks.chat",
         "training.checkpoints.base",
+        "training.checkpoints.remote_store",
         "training.lora",
     },
     "rollouts": {"engines.base", "scoring.base", "tasks.base"},

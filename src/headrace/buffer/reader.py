@@ -107,6 +107,11 @@ class JournalReader:
         found = self._records(StepRecord, f"steps WHERE step = ? AND objective = 'policy' AND {ASKED}", (step, policy))
         return found[0] if found else None
 
+    def newest_checkpoint(self) -> str | None:
+        """Return the name of the newest checkpoint, or None if none was written. It may be on another host."""
+        checkpoint = self.meta().get("checkpoint")
+        return None if checkpoint is None else Path(checkpoint["path"]).name
+
     def last_step(self, policy: str | None = None) -> int:
         """Return the last optimizer step, of this policy if the run has several; 0 if there is none."""
         sql = f"SELECT COALESCE(MAX(step), 0) FROM steps WHERE objective = 'policy' AND {ASKED}"

@@ -151,6 +151,8 @@ def _write_part(path: Path, start: int, data: bytes) -> None:
 
 
 def _finish(partial: Path, final: Path) -> Path:
+    """Give a folder its name. One that another process of this host has left there is older."""
+    shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
     directory = os.open(final.parent, os.O_RDONLY)
     os.fsync(directory)

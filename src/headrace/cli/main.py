@@ -102,8 +102,10 @@ def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False
     from headrace.config.model_dir import model_facts
     from headrace.config.remarks import dtypes, remarks
     from headrace.pipeline.inputs import count_prompts
+    from headrace.training.checkpoints.remote_store import check_store
 
     loaded, placed = _placed(load_config(config, settings or []))
+    check_store(loaded)
     facts = model_facts(Path(loaded.model.path), loaded.model.weights)
     train_prompts, heldout_prompts = count_prompts(loaded)
     buffer, every = loaded.buffer, loaded.delivery.publish_every

@@ -140,9 +140,17 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint of RUN_DIR as a directory that Hugging Face (`hf`) or peft (`peft`) loads."""
+    from headrace.buffer.reader import open_readonly
+    from headrace.config.stores import is_url
     from headrace.run_dir import RunDir
+    from headrace.training.checkpoints.remote_store import fetch_missing
 
-    paths, _ = RunDir.open(run_dir)
+    paths, config = RunDir.open(run_dir)
+    if is_url(config.training.checkpoint_directory):
+        with open_readonly(paths.journal) as journal:
+            wanted = checkpoint or journal.newest_checkpoint()
+        if wanted is not None:
+            fetch_missing(config, paths.checkpoints, wanted)
     chosen = _choose(paths.checkpoints, checkpoint)
     from transformers.utils import logging
 

@@ -24,6 +24,7 @@ import msgspec
 from headrace.config.checks import check_together, check_trusted
 from headrace.config.declared import transport_facts
 from headrace.config.schema import Config, Gpus
+from headrace.config.stores import is_url
 from headrace.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -368,6 +369,10 @@ def _check_hosts(config: Config, transport: str, trainers: set[str]) -> None:
         )
     if len(trainers) > 1 and not config.training.checkpoint_directory:
         raise ConfigError("[training] checkpoint_directory: ranks on several hosts need one that all of them share")
+    if len(trainers) > 1 and is_url(config.training.checkpoint_directory):
+        raise ConfigError(
+            "[training] checkpoint_directory: ranks on several hosts need a path that all of them share, not a URL"
+        )
     if transport_facts(transport).needs_trust:
         check_trusted(config.cluster.trusted_network, f'[delivery] transport = "{transport}" would leave the host')
 

@@ -36,8 +36,8 @@ def find_damage(directory: Path, *, everything: bool = True) -> str:
     if not lines:
         return f"{SUMS} is empty"
     for line in lines:
-        wanted, space, name = line.partition("  ")
-        if len(wanted) != 64 or not space or Path(name).is_absolute() or ".." in Path(name).parts:
+        wanted, name = parse_line(line)
+        if not name:
             return f"{SUMS} is damaged"
         path = directory / name
         if not everything and ("/" in name or not path.exists()):
@@ -50,6 +50,13 @@ def find_damage(directory: Path, *, everything: bool = True) -> str:
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
     return ""
+
+
+def parse_line(line: str) -> tuple[str, str]:
+    """Return the digest and the name in a line of `SHA256SUMS`. The name is empty if the line is damaged."""
+    digest, _, name = line.partition("  ")
+    sound = len(digest) == 64 and name and not Path(name).is_absolute() and ".." not in Path(name).parts
+    return digest, name if sound else ""
 
 
 def check_digests(directory: Path, key: str) -> None:

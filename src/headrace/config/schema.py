@@ -429,10 +429,12 @@ class TrainingConfig(Section, frozen=True):
     """The number of versions between checkpoints. 0 writes one checkpoint only, when the run finishes or after Ctrl-C.
     A run that is killed before that has none."""
     checkpoint_directory: str = ""
-    """The directory in which the run's checkpoints are, in a folder with the name of the run. By default they are in
-    the run directory. A trainer on another host than the controller's needs a directory that all hosts share."""
+    """The directory in which the run's checkpoints are, in a folder with the name of the run. It is a path, or a URL
+    that fsspec can write, such as `s3://bucket/checkpoints`. With a URL, the trainer writes each checkpoint to its disk
+    and then copies it there ([details](cluster.md#where-checkpoints-go)). By default, checkpoints are in the run
+    directory. Trainer ranks on several hosts need a path that all of them share."""
     keep_checkpoints: Positive = 2
-    """The number of newest checkpoints that stay on disk."""
+    """The number of newest checkpoints that stay on disk, and at the URL of `checkpoint_directory`."""
 
     @property
     def processes(self) -> int:

@@ -10,10 +10,11 @@ import msgspec
 
 from headrace.config.declared import transport_facts
 from headrace.config.schema import DeliveryConfig
+from headrace.config.stores import connect, is_url
 from headrace.delivery import transports
 from headrace.delivery.transports.base import Sender, SenderSettings
 from headrace.delivery.transports.segments import sweep
-from headrace.delivery.transports.storage import connect, is_url, owner_of, sweep_storage
+from headrace.delivery.transports.storage import SETTING, owner_of, sweep_storage
 from headrace.delivery.transports.tcp_wire import KEYS, is_loopback, make_keys
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -96,7 +97,7 @@ def prepare(config: DeliveryConfig, run_dir: Path) -> None:
     directory = weights_directory(config, run_dir)
     facts = transport_facts(choose(config).transport)
     if facts.uses_directory and is_url(directory):
-        connect(str(directory))
+        connect(str(directory), SETTING)
     clean(config, run_dir)
     if facts.uses_keys:
         make_keys(run_dir / KEYS)

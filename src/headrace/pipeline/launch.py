@@ -63,6 +63,7 @@ from headrace.run_dir import RunDir, set_aside, write_whole
 from headrace.scoring.base import Scorer
 from headrace.tasks.chat import ChatFormat
 from headrace.training.base import Checkpoint
+from headrace.training.checkpoints.remote_store import check_store
 from headrace.training.remote import RENDEZVOUS, RemoteTrainer
 from headrace.types import NO_VERSION
 
@@ -425,6 +426,7 @@ def start_run(
     `prompts.jsonl`.
     """
     config, _ = place_run(config, hosts_of(config))
+    check_store(config, new=True)
     run_dir = RunDir.create(config)
     session = None
     try:
@@ -481,6 +483,7 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) ->
     run_dir, before = RunDir.open(path)
     config = with_settings(before, settings)
     config, _ = place_run(config, hosts_of(config))
+    check_store(config, new=not run_dir.journal.is_file())
     if not run_dir.journal.is_file():
         with lock_run(run_dir.journal) as lock:
             return _begin_again(run_dir, config, progress, partial(Journal, lock=lock))

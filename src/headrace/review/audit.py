@@ -23,6 +23,7 @@ from headrace.observe.records import DeliveryRecord, RolloutRecord, VersionRecor
 from headrace.observe.summary import aligned, lag_mean_and_max
 from headrace.run_dir import RunDir
 from headrace.training.checkpoints.base import by_version
+from headrace.training.checkpoints.remote_store import fetch_missing
 from headrace.types import NO_VERSION, Float32Array, Int32Array, Kept, Rollout, Trace, without_republished
 
 NO_CHECKPOINT = "their version has no checkpoint"
@@ -127,6 +128,7 @@ def audit(run_dir: Path, load: Load, *, samples: int = 64, seed: int = 0, tolera
         proofs: dict[int, list[DeliveryRecord]] = {}
         for delivery in sorted(journal.deliveries(), key=lambda delivery: (delivery.engine, delivery.time)):
             proofs.setdefault(delivery.version, []).append(delivery)
+        fetch_missing(config, paths.checkpoints)
         sources = _sources(paths, config, published)
         everything, checkable = journal.kept_ids(), journal.kept_ids(sources)
         # If there is no rollout with tokens of a version whose weights are known, all rollouts may be chosen.

@@ -42,6 +42,7 @@ from headrace.models.rounding import hold_in_four_bits, round_weights, rounded
 from headrace.observe.spans import SpanRecorder
 from headrace.training import remote
 from headrace.training.checkpoints.base import BASES, keep_base, latest, prune, read_state, set_aside
+from headrace.training.checkpoints.remote_store import store_of
 from headrace.training.devices import engine_device, input_device
 from headrace.training.layers import compile_model, decoder_layers, recompute_layers
 from headrace.training.lora import TrainedAdapter
@@ -190,12 +191,16 @@ class TrainerRole:
         self.link = link
         self.config = config
         self.checkpoints = link.run_dir / "checkpoints"
+        self.store = store_of(config)
+        """Where checkpoints are copied, if `[training] checkpoint_directory` is a URL."""
         self.files = FileServer(link, self.checkpoints)
         self.first = link.name == FIRST_RANK
         """Whether this rank answers for the trainer."""
         with link.spans.span("load"):
             # This comes before the ranks meet, so that all of them find the same newest checkpoint.
             self.notes = set_aside(self.checkpoints, last_step) if self.first else []
+            if self.store is not None and self.first:
+                self.notes += self.store.fetch_newest(self.checkpoints, last_step)
             built = build_trainer(
                 config, self.checkpoints, link.spans, lambda device: join_ranks(link, config, device, meet_at)
             )
@@ -317,9 +322,12 @@ class TrainerRole:
             future = self.trainer.begin_save(self.checkpoints, version=version, source=Path(self.config.model.path))
 
         def announce(path: Path) -> None:
+            keep = self.config.training.keep_checkpoints
             try:
-                prune(self.checkpoints, self.config.training.keep_checkpoints)
-            except UNWRITABLE as error:
+                if self.store is not None:
+                    self.store.keep(path, keep)
+                prune(self.checkpoints, keep)
+            except (*UNWRITABLE, UserError) as error:
                 self._fail(self._unwritable(error))
                 return
             tell(remote.Saved(version=version, path=str(path)))

@@ -320,6 +320,10 @@ SEVERAL = {
         ("training.ranks=2", "cluster.trusted_network=true"),
         "[training] checkpoint_directory: ranks on several hosts need one that all of them share",
     ),
+    "ranks whose disks a URL does not join": (
+        ("training.ranks=2", "cluster.trusted_network=true", "training.checkpoint_directory=s3://bucket/x"),
+        "[training] checkpoint_directory: ranks on several hosts need a path that all of them share, not a URL",
+    ),
 }
 
 

@@ -14,7 +14,6 @@ import os
 import re
 import secrets
 import socket
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,25 +21,16 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from headrace.config.stores import connect, has_directories, is_url, store_errors
 from headrace.errors import ConfigError, DeliveryError
 
+SETTING = "[delivery] directory"
 LOCK = "writer.lock"
 MARKER = "writer.json"
 READ_AHEAD = 16 << 20
 PIECE = 64 << 20
 """The most bytes passed to a store at once, because the store may copy them."""
 _OURS = re.compile(r"version-\d+\.safetensors(\.partial)?")
-_WITH_DIRECTORIES = {"file", "local", "memory", "ftp", "sftp", "ssh", "smb", "hdfs", "webhdfs"}
-"""The schemes whose folders must be made and removed. In other stores a folder is only part of a name, and making a
-folder might make a bucket."""
-_FOREIGN_ERRORS = {
-    "botocore.exceptions": "BotoCoreError",
-    "aiohttp": "ClientError",
-    "azure.core.exceptions": "AzureError",
-    "google.auth.exceptions": "GoogleAuthError",
-    "paramiko": "SSHException",
-}
-"""The error classes of stores' libraries that are not `OSError`s, by module. Only modules that are loaded matter."""
 
 
 class Storage(ABC):
@@ -83,8 +73,8 @@ def sweep_storage(directory: Path | str, owner: str) -> bool:
     """
     try:
         if is_url(directory):
-            store, path = connect(str(directory))
-            with _as_delivery_errors(f"{directory} cannot be swept"):
+            store, path = connect(str(directory), SETTING)
+            with store_errors(DeliveryError, f"{directory} cannot be swept"):
                 store.invalidate_cache()
                 left = bool(store.exists(f"{path.rstrip('/')}/{MARKER}"))
         else:
@@ -100,8 +90,8 @@ def sweep_storage(directory: Path | str, owner: str) -> bool:
 def opened(location: str) -> Iterator[tuple[BinaryIO, int, object]]:
     """Open a published file; yield it, its size and a stamp identifying it. Errors are raised as `DeliveryError`."""
     if is_url(location):
-        with _as_delivery_errors(f"file {location} cannot be read"):
-            store, path = connect(location)
+        with store_errors(DeliveryError, f"file {location} cannot be read"):
+            store, path = connect(location, SETTING)
             stamp, size = _stamp(store, path), store.info(path)["size"]
             with store.open(path, "rb", block_size=READ_AHEAD, cache_type="readahead") as file:
                 yield file, size, stamp
@@ -117,8 +107,8 @@ def opened(location: str) -> Iterator[tuple[BinaryIO, int, object]]:
 def stamp_of(location: str) -> object:
     """Return the stamp of the file that is there now; raises `DeliveryError` if there is none."""
     if is_url(location):
-        with _as_delivery_errors(f"file {location} was removed while it was read"):
-            return _stamp(*connect(location))
+        with store_errors(DeliveryError, f"file {location} was removed while it was read"):
+            return _stamp(*connect(location, SETTING))
     try:
         return _identity(Path(location).stat())
     except OSError as error:
@@ -129,25 +119,9 @@ def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def is_url(directory: Path | str) -> bool:
-    """Return whether this is a URL for fsspec and not a path."""
-    return isinstance(directory, str) and "://" in directory
-
-
 def owner_of(run_dir: Path) -> str:
     """Return the name of the run in this directory that is unique across hosts."""
     return f"{socket.gethostname()}:{run_dir.absolute()}"
-
-
-def connect(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL and the path in it; raises `ConfigError` if no package for it is installed."""
-    import fsspec
-
-    try:
-        found, path = fsspec.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"[delivery] directory: {url} cannot be used: {_line(error)}") from error
-    return found, str(path)
 
 
 class Directory(Storage):
@@ -223,15 +197,15 @@ class _ObjectFolder(Storage):
 
     def __init__(self, url: str, owner: str) -> None:
         super().__init__(url.rstrip("/"))
-        self._store, self._path = connect(self._root)
+        self._store, self._path = connect(self._root, SETTING)
         self._marker = _Marker(owner, secrets.token_hex(8))
-        with _as_delivery_errors(f"weights cannot be published in {url}"):
+        with store_errors(DeliveryError, f"weights cannot be published in {url}"):
             held = self._held()
             if held is not None and held.owner != owner:
                 raise DeliveryError(
                     f"{held.owner} publishes weights in {url}; if that run is dead, remove {self._root}/{MARKER}"
                 )
-            if self._has_directories():
+            if has_directories(self._root):
                 self._store.makedirs(self._path, exist_ok=True)
             self._store.pipe_file(f"{self._path}/{MARKER}", msgspec.json.encode(self._marker))
             self._clear()
@@ -240,7 +214,7 @@ class _ObjectFolder(Storage):
         """Upload the file under another name, then move it; the version appears at once if moves are atomic there."""
         path = self._in_store(location)
         partial = f"{path}.partial"
-        with _as_delivery_errors(f"{location} cannot be written"), contextlib.ExitStack() as undo:
+        with store_errors(DeliveryError, f"{location} cannot be written"), contextlib.ExitStack() as undo:
             if self._held() != self._marker:
                 raise DeliveryError(f"another trainer publishes weights in {self._root}")
             undo.callback(self._delete, partial)
@@ -252,16 +226,16 @@ class _ObjectFolder(Storage):
             undo.pop_all()
 
     def delete(self, location: str) -> None:
-        with _as_delivery_errors(f"{location} cannot be removed"):
+        with store_errors(DeliveryError, f"{location} cannot be removed"):
             self._delete(self._in_store(location))
 
     def remove(self) -> None:
         """Remove all versions and the marker; if another trainer took over the folder, remove nothing."""
-        with _as_delivery_errors(f"{self._root} cannot be cleared"):
+        with store_errors(DeliveryError, f"{self._root} cannot be cleared"):
             if self._held() == self._marker:
                 self._clear()
                 self._delete(f"{self._path}/{MARKER}")
-                if self._has_directories():
+                if has_directories(self._root):
                     with contextlib.suppress(OSError):
                         self._store.rmdir(self._path)
 
@@ -290,9 +264,6 @@ class _ObjectFolder(Storage):
         with contextlib.suppress(FileNotFoundError):
             self._store.rm_file(path)
 
-    def _has_directories(self) -> bool:
-        return self._root.split("://", 1)[0] in _WITH_DIRECTORIES
-
 
 def _write_all(fd: int, chunk: memoryview) -> None:
     while len(chunk):
@@ -310,22 +281,3 @@ def _sync_directory(path: Path) -> None:
 def _stamp(store: Any, path: str) -> str:
     store.invalidate_cache()
     return str(store.ukey(path))
-
-
-@contextlib.contextmanager
-def _as_delivery_errors(what: str) -> Iterator[None]:
-    try:
-        yield
-    except _errors() as error:
-        raise DeliveryError(f"{what}: {_line(error)}") from error
-
-
-def _errors() -> tuple[type[Exception], ...]:
-    """Return the errors that a store may raise. Called after an error, when the library that raised it is loaded."""
-    loaded = ((sys.modules[module], name) for module, name in _FOREIGN_ERRORS.items() if module in sys.modules)
-    return (OSError, ValueError, RuntimeError, ConfigError, *(getattr(module, name) for module, name in loaded))
-
-
-def _line(error: BaseException) -> str:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return " ".join(reason.split()) or type(error).__name__

@@ -21,6 +21,7 @@ No torch is imported here, because the controller looks for checkpoints too.
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from headrace.types import NO_VERSION
 FORMAT = 2
 WITHOUT_DIGESTS = 1
 """The format of checkpoints that carry no digests. They are read, too."""
+STATE = "trainer/state.json"
 _NAME = re.compile(r"step-\d{8,}")
 _PARTIAL = ".partial-"
 _NOT_COPIED = {"config.json", ".git", ".gitattributes", "README.md", SUMS}
@@ -91,7 +93,7 @@ def finish_checkpoint(partial: Path, state: TrainerState) -> Path:
     final = final_path(partial)
     files = {str(f.relative_to(partial)): f.stat().st_size for f in sorted(partial.rglob("*")) if f.is_file()}
     record = _Record(format=FORMAT, state=state, files=files)
-    (partial / "trainer" / "state.json").write_bytes(msgspec.json.format(msgspec.json.encode(record)))
+    (partial / STATE).write_bytes(msgspec.json.format(msgspec.json.encode(record)))
     write_digests(partial)
     if final.exists():
         # The run went back to an older checkpoint and reached this step again. The existing directory is from the
@@ -110,6 +112,14 @@ def read_state(checkpoint: Path) -> TrainerState:
     if record is None:
         raise UserError(f"{checkpoint} is not a complete checkpoint")
     return record.state
+
+
+def decode_state(data: bytes) -> TrainerState | None:
+    """Return the trainer's state in the bytes of a checkpoint's `STATE`, or None if they cannot be read."""
+    try:
+        return msgspec.json.decode(data, type=_Record).state
+    except (ValueError, msgspec.DecodeError):
+        return None
 
 
 def is_pickled(checkpoint: Path) -> bool:
@@ -187,7 +197,7 @@ def rename_aside(checkpoint: Path, why: str) -> Path:
 
 def by_name(directory: Path) -> dict[str, Path]:
     """Return the complete checkpoints, oldest first, by name and by short name (`step-42` for `step-00000042`)."""
-    return {name: path for path in _complete(directory) for name in (f"step-{_steps(path)}", path.name)}
+    return {name: path for path in _complete(directory) for name in (f"step-{steps_in(path.name)}", path.name)}
 
 
 def by_version(directory: Path) -> dict[int, Path]:
@@ -263,9 +273,19 @@ def base_of(checkpoint: Path) -> Path:
     return named
 
 
+def step_names(found: Iterable[str]) -> list[str]:
+    """Return those names that are names of checkpoints, oldest first."""
+    return sorted((name for name in found if _NAME.fullmatch(name)), key=steps_in)
+
+
+def steps_in(name: str) -> int:
+    """Return the number of optimizer steps in the name, also in the short name, of a checkpoint."""
+    return int(name.removeprefix("step-"))
+
+
 def _named(directory: Path) -> list[Path]:
     found = directory.iterdir() if directory.is_dir() else ()
-    return sorted((path for path in found if _NAME.fullmatch(path.name)), key=_steps)
+    return [directory / name for name in step_names(path.name for path in found)]
 
 
 def _complete(directory: Path) -> dict[Path, TrainerState]:
@@ -273,13 +293,9 @@ def _complete(directory: Path) -> dict[Path, TrainerState]:
     return {path: record.state for path in _named(directory) if (record := _record(path)) is not None}
 
 
-def _steps(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
-
-
 def _record(checkpoint: Path) -> _Record | None:
     try:
-        record = msgspec.json.decode((checkpoint / "trainer" / "state.json").read_bytes(), type=_Record)
+        record = msgspec.json.decode((checkpoint / STATE).read_bytes(), type=_Record)
         whole = all((checkpoint / name).stat().st_size == size for name, size in record.files.items())
     except (OSError, ValueError, msgspec.DecodeError):
         return None
