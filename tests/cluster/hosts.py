@@ -118,6 +118,21 @@ class Host:
         # A zombie has no command line.
         return {pid: line.split("\0") for pid, line in found.items() if line}
 
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that have left this host since it was made, as the kernel counts them, with all headers."""
+        return self._link_figures()[8]
+
+    @property
+    def received_bytes(self) -> int:
+        """The bytes that have reached this host since it was made."""
+        return self._link_figures()[0]
+
+    def _link_figures(self) -> list[int]:
+        lines = (self._proc / "net/dev").read_text().splitlines()
+        [figures] = [line.partition(":")[2].split() for line in lines if line.strip().startswith("eth0:")]
+        return [int(figure) for figure in figures]
+
     def cut(self) -> None:
         """Cut the link of this host, as if its cable was pulled out. Its processes go on."""
         _ip(self._switch, f"link set {self.name} down")

@@ -67,12 +67,6 @@ class Trainer(End):
     def release(self) -> None:
         self.tell("release")
 
-    def sent(self) -> int:
-        """The bytes that have left its host."""
-        lines = Path(f"/proc/{self._process.pid}/net/dev").read_text().splitlines()
-        [figures] = [line.split(":")[1].split() for line in lines if line.strip().startswith("eth0:")]
-        return int(figures[8])
-
 
 def listening(host: Host) -> set[str]:
     """The addresses on which processes of a host listen."""
@@ -117,18 +111,18 @@ def test_one_broadcast_serves_two_hosts_and_another_one_a_late_joiner(hosts: lis
     trainer, late = Trainer(hosts[0]), End(hosts[2], "source")
     assert late.heard() == {"phase": "receiving"}
     for version in range(3):
-        location, before = trainer.publish(version), trainer.sent()
+        location, before = trainer.publish(version), hosts[0].sent_bytes
         answers = load(sources, location, version)
         assert [answer.get("holds") for answer in answers] == [True, True], answers
-        left, seconds = (trainer.sent() - before) / NBYTES, max(answer["seconds"] for answer in answers)
+        left, seconds = (hosts[0].sent_bytes - before) / NBYTES, max(answer["seconds"] for answer in answers)
         print(f"\nto two hosts: {left:.2f} copies of {NBYTES >> 20} MiB left the trainer in {seconds:.2f} s")
         if version < 2:
             trainer.release()
     for host in hosts:
         assert listening(host) == {host.address}
-    before = trainer.sent()
+    before = hosts[0].sent_bytes
     answer = load_again(late, location, 2)
-    print(f"to a late joiner: {(trainer.sent() - before) / NBYTES:.2f} copies in {answer['seconds']:.2f} s")
+    print(f"to a late joiner: {(hosts[0].sent_bytes - before) / NBYTES:.2f} copies in {answer['seconds']:.2f} s")
     trainer.release()
     for end in (late, trainer):
         end.end()
@@ -137,11 +131,11 @@ def test_one_broadcast_serves_two_hosts_and_another_one_a_late_joiner(hosts: lis
 def test_a_link_that_is_cut_in_the_middle_costs_one_broadcast(hosts: list[Host], sources: list[End]) -> None:
     trainer = Trainer(hosts[0], SMALL_BYTES)
     for version in range(5):
-        location, before = trainer.publish(version), trainer.sent()
+        location, before = trainer.publish(version), hosts[0].sent_bytes
         for each in sources:
             each.tell(f"{location} {version}")
         deadline = time.monotonic() + SECONDS
-        while trainer.sent() < before + NBYTES / 4:
+        while hosts[0].sent_bytes < before + NBYTES / 4:
             assert time.monotonic() < deadline, "the broadcast did not begin"
             time.sleep(0.001)
         hosts[2].cut()
@@ -150,7 +144,7 @@ def test_a_link_that_is_cut_in_the_middle_costs_one_broadcast(hosts: list[Host],
             break
         hosts[2].heal()  # On a machine that stood still, it was over before.
         trainer.release()
-    left = (trainer.sent() - before) / NBYTES
+    left = (hosts[0].sent_bytes - before) / NBYTES
     for end, answer in zip(sources, answers, strict=True):
         assert "error" in answer, answer
         assert answer["seconds"] < SECONDS

@@ -20,13 +20,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
-from headrace.bench.base import begin, choose_dtype, copy_seconds, vocabulary_of
+from headrace.bench.base import Weights, begin, choose_dtype, copy_seconds, vocabulary_of
 from headrace.bench.delivery_sides import (
     RANK,
     Begin,
@@ -43,6 +44,7 @@ from headrace.bench.options import DeliveryBench, Say, median_seconds
 from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Kind, Manifest, Proof
 from headrace.delivery.copying import threads_here
+from headrace.delivery.digest import digest
 from headrace.delivery.plan import packed_bytes
 from headrace.delivery.receiver import Receiver, Staged
 from headrace.delivery.transports import WITHOUT_GPU
@@ -270,6 +272,8 @@ class Taken(msgspec.Struct, kw_only=True):
 
     refused: str = ""
     """Why the version was not accepted; empty if it was."""
+    live_digest: int = 0
+    """The digest of the live weights after a version was not accepted; 0 if it was."""
     fetch_seconds: float = 0.0
     stage_seconds: float = 0.0
     """The time to fetch and check the version. It includes `fetch_seconds`."""
@@ -277,7 +281,7 @@ class Taken(msgspec.Struct, kw_only=True):
     """The time of the copy over the live weights and of their digest. For a decoding engine: the time by which the swap
     delayed its steps."""
     proved_at: float = 0.0
-    """When the version was proved. For an engine that only holds weights, the canary is not included."""
+    """When the version was proved or refused. For an engine that only holds weights, the canary is not included."""
     canary_seconds: float = 0.0
     """The time to score the canary; 0 for a decoding engine, which scores it beside its steps."""
     received_at: float = 0.0
@@ -296,12 +300,16 @@ def _hold(line: Connection, begun: Begin) -> None:
     """Take versions as an engine that only holds weights. The plain model scores the canary."""
     model, adapter, base = load_served(begun)
     weights = adapter.weights() if adapter else named_weights(model)
-    receiver = Receiver(weights, begun.name, installed=adapter.apply if adapter else None, base_digest=base)
+    receiver = Receiver(weights, begun.name, _keys(begun), adapter.apply if adapter else None, base)
     twin = plain_twin(model)
     line.send(Ready())
     with contextlib.closing(receiver):
         while True:
-            staged = receiver.stage(line.receive(Manifest))
+            try:
+                staged = receiver.stage(line.receive(Manifest))
+            except DeliveryError as error:
+                line.send(_refused(str(error), weights))
+                continue
             began = time.monotonic()
             with torch.no_grad():
                 installed = receiver.install(staged)
@@ -366,8 +374,16 @@ class _DecodingEngine:
         self._longest = min(LONGEST, positions)
         # Layers are compiled, as in a run. Compiled steps are shorter, and new weights wait for a step to end.
         config = EngineConfig(kv="keep", slots=rows, cache_tokens=(rows + 1) * (self._longest + 64))
+        self._weights = adapter.weights() if adapter else named_weights(model)
         self._core = _TimedCore(
-            model, config, name=begun.name, max_length=self._longest, version=0, adapter=adapter, base_digest=base
+            model,
+            config,
+            name=begun.name,
+            max_length=self._longest,
+            version=0,
+            adapter=adapter,
+            base_digest=base,
+            keys=_keys(begun),
         )
         self._draw = np.random.default_rng(begun.options.seed)
         self._vocabulary = vocabulary_of(model)
@@ -380,11 +396,13 @@ class _DecodingEngine:
     def take(self, manifest: Manifest, received_at: float) -> Taken:
         """Load a version while the engine decodes. Return once it is proved and a token was drawn under it."""
         proof = self.loop.load(manifest).result(PROOF_SECONDS)
-        while proof.accepted and self._core.drawn_version < manifest.version:
+        if not proof.accepted:
+            return _refused(proof.reason, self._weights)
+        while self._core.drawn_version < manifest.version:
             _check_time(manifest, received_at)
             time.sleep(_POLL_SECONDS)
         taken = self._core.taken
-        taken.refused, taken.received_at, taken.first_token_at = proof.reason, received_at, self._core.drawn_at
+        taken.received_at, taken.first_token_at = received_at, self._core.drawn_at
         # Without a GPU there is no gap between launches: decoding waits for the whole call of `install`.
         taken.swap_seconds = self._core.timings.longest_gap_seconds or taken.installed_at - taken.install_began_at
         return taken
@@ -427,6 +445,14 @@ def _decode(line: Connection, begun: Begin) -> None:
 
     threading.Thread(target=receive, name="versions", daemon=True).start()
     engine.loop.run()
+
+
+def _refused(why: str, live: Weights) -> Taken:
+    return Taken(refused=why, proved_at=time.monotonic(), live_digest=digest(live.items()))
+
+
+def _keys(begun: Begin) -> Path | None:
+    return Path(begun.keys) if begun.keys else None
 
 
 def _check_time(manifest: Manifest, began: float) -> None:

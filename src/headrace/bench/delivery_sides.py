@@ -86,15 +86,25 @@ class Connection:
         return decode(kind, [self._connection.recv_bytes() for _ in range(count)])
 
 
+Start = Callable[..., "subprocess.Popen[Any]"]
+"""A function that starts a process as `subprocess.Popen` does, on this host or on another one."""
+
+
 class Side:
     """A child process `python -m MODULE DESCRIPTOR`, and our end of the connection to it."""
 
-    def __init__(self, module: str, first: msgspec.Struct, environment: Mapping[str, str] = {}) -> None:
+    def __init__(
+        self,
+        module: str,
+        first: msgspec.Struct,
+        environment: Mapping[str, str] = {},
+        start: Start = subprocess.Popen,
+    ) -> None:
         """Start the child, and send it its first message. Call `answer` with `Ready` to wait for it."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", module, str(theirs.fileno())]
         with theirs:
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env={**os.environ, **environment})
+            self._process = start(command, pass_fds=[theirs.fileno()], env={**os.environ, **environment})
         self._line = Connection(ours.detach())
         self.tell(first)
 
@@ -137,6 +147,12 @@ class Begin(msgspec.Struct, kw_only=True):
     """The name of an engine. The publisher has no name."""
     directory: str = ""
     """The directory of the `file` transport."""
+    bind: str = "127.0.0.1"
+    """The address on which the publisher listens, as in `[delivery] bind`."""
+    keys: str = ""
+    """The file with the keys of a run, on the host of the child; needed if `bind` is beyond loopback."""
+    trusted_network: bool = False
+    """As in `[cluster] trusted_network`."""
     random_weights: bool = False
     distinct: bool = False
     """Whether the log-probabilities must show which set an engine has. Then all weights of the two sets differ by much
@@ -144,11 +160,16 @@ class Begin(msgspec.Struct, kw_only=True):
 
 
 class Publish(msgspec.Struct, kw_only=True):
-    """The request to publish the next version. No engine reads the version before it any more."""
+    """The request to publish the next version. No engine reads the version before it any more.
+
+    With `again`, no version is published. The newest version is offered once more.
+    """
 
     version: int
     transport: str
     per_parameter: bool = False
+    again: bool = False
+    """Whether to offer the newest version once more, with all its weights, as after an engine has refused it."""
 
 
 class Published(msgspec.Struct, kw_only=True):
@@ -157,19 +178,19 @@ class Published(msgspec.Struct, kw_only=True):
     manifest: Manifest
     began: float
     """When the publish began, by the monotonic clock, which all processes of a host share."""
-    lost_seconds: float
-    """How long the trainer waited for `publish` to return."""
+    lost_seconds: float = 0.0
+    """How long the trainer waited for `publish` to return; 0 if the version is offered again."""
     ready_seconds: float
     """How long it took until the version could be fetched."""
-    copy_seconds: float
+    copy_seconds: float = 0.0
     """The time of a plain copy of the same tensors in this process, measured just before; 0 with `distinct`."""
 
 
 class PublisherProcess(Side):
     """The process that publishes, in the place of a trainer. Only one thread at a time may use it."""
 
-    def __init__(self, begin: Begin, environment: Mapping[str, str] = {}) -> None:
-        super().__init__("headrace.bench.delivery_sides", begin, environment)
+    def __init__(self, begin: Begin, environment: Mapping[str, str] = {}, start: Start = subprocess.Popen) -> None:
+        super().__init__("headrace.bench.delivery_sides", begin, environment, start)
         self.proof = self.answer(Ready).proof
 
     def publish(self, order: Publish) -> Published:
@@ -281,6 +302,7 @@ def serve(line: Connection) -> None:
     targets = {name: torch.zeros_like(tensor) for name, tensor in sets[0].items()} if compare else {}
     publisher: Publisher | None = None
     last = Publish(version=-1, transport="")
+    manifest: Manifest | None = None
 
     def score(_: Int32Array) -> Float32Array:
         return scores[last.version % 2]
@@ -288,6 +310,12 @@ def serve(line: Connection) -> None:
     try:
         while True:
             order = line.receive(Publish)
+            if order.again and publisher is not None and manifest is not None:
+                began = time.monotonic()
+                manifest = publisher.resend(manifest).result()
+                ready = time.monotonic() - began
+                line.send(Published(manifest=manifest, began=began, ready_seconds=ready))
+                continue
             if publisher is not None:
                 publisher.acknowledged(last.version)
             if publisher is None or (order.transport, order.per_parameter) != (last.transport, last.per_parameter):
@@ -296,8 +324,11 @@ def serve(line: Connection) -> None:
                 settings = SenderSettings(
                     run_id=f"bench-{uuid.uuid4().hex[:8]}",
                     directory=Path(begin.directory) if begin.directory else None,
+                    bind=begin.bind,
+                    keys=Path(begin.keys) if begin.keys else None,
                     device=options.device,
                     receivers=options.engines,
+                    trusted_network=begin.trusted_network,
                     per_parameter=order.per_parameter,
                 )
                 way = sender(order.transport, settings)

@@ -78,6 +78,8 @@ class Publisher:
         self._lock = threading.Lock()
         self._locations: dict[int, list[str]] = {}
         """Where engines may still fetch each version. After a resend, a version is at several locations."""
+        self._wholes: dict[int, Manifest] = {}
+        """With deltas: the versions that can be fetched whole."""
         self._acknowledged: set[int] = set()
         self._snapshots = _Snapshots() if send == "delta" else None
         self._finishing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
@@ -144,9 +146,10 @@ class Publisher:
     def resend(self, manifest: Manifest) -> Future[Manifest]:
         """Offer the same version again with all its weights, for an engine that does not hold the delta's base.
 
-        The future resolves to a manifest that can be fetched. The version is acknowledged like any other.
+        All such engines fetch from one place, so any number of them may need it. The future resolves to a manifest that
+        can be fetched. The version is acknowledged like any other.
         """
-        return self._resending.submit(self._whole if self._snapshots else lambda same: same, manifest)
+        return self._resending.submit(self._again if self._snapshots else lambda same: same, manifest)
 
     def acknowledged(self, version: int) -> None:
         """Record that no engine reads this version any more. Its place is free once a newer one exists. Idempotent."""
@@ -179,6 +182,7 @@ class Publisher:
         for version in [v for v in self._locations if v != newest and v in self._acknowledged]:
             for location in self._locations.pop(version):
                 self._sender.release(location)
+            self._wholes.pop(version, None)
         self._acknowledged &= self._locations.keys()
 
     def _write_part(self, version: int, weights: Mapping[str, torch.Tensor], ranks: TrainerRanks) -> Part | None:
@@ -250,9 +254,19 @@ class Publisher:
         manifest = msgspec.structs.replace(manifest, kind="delta", base=base, payload=list(payload.entries))
         return self._written(manifest, payload, {PAYLOAD: changes})
 
+    def _again(self, manifest: Manifest) -> Manifest:
+        with self._lock:
+            known = self._wholes.get(manifest.version)
+        return known or self._whole(manifest)
+
     def _whole(self, manifest: Manifest) -> Manifest:
         whole = msgspec.structs.replace(manifest, kind="full", base=NO_VERSION, payload=None)
-        return self._written(whole, plan_of(manifest.entries), unpack(self._packed(manifest.version), manifest.entries))
+        packed = unpack(self._packed(manifest.version), manifest.entries)
+        whole = self._written(whole, plan_of(manifest.entries), packed)
+        with self._lock:
+            if manifest.version in self._locations:
+                self._wholes[manifest.version] = whole
+        return whole
 
     def _written(self, manifest: Manifest, plan: PackingPlan, tensors: Mapping[str, torch.Tensor]) -> Manifest:
         self._sender.wait(manifest.version, self._deadline)

@@ -150,6 +150,21 @@ def test_an_engine_that_missed_a_version_says_so_and_takes_all_of_it(deltas: Pai
     assert all(deltas.swap(fourth, engine).accepted and deltas.holds(4, engine) for engine in range(2))
 
 
+def test_many_engines_that_missed_a_version_take_all_of_it_from_one_place(deltas: Pair):
+    deltas.swap(deltas.publish(1))
+    deltas.publisher.acknowledged(1)
+    second = deltas.publish(2)
+    assert second.kind == "delta" and deltas.swap(second).accepted
+    wholes = [deltas.publisher.resend(second).result(30) for _ in range(4)]
+    assert {whole.location for whole in wholes} == {wholes[0].location} != {second.location}
+    assert deltas.swap(wholes[-1], 1).accepted and deltas.holds(2, 1)
+    deltas.publisher.acknowledged(2)
+    # Both places are free again.
+    third = deltas.publish(3)
+    assert third.kind == "delta" and deltas.swap(third).accepted
+    assert deltas.publisher.resend(third).result(30).kind == "full"
+
+
 def test_a_quarantined_engine_takes_no_delta(deltas: Pair):
     deltas.swap(deltas.publish(1))
     deltas.publisher.acknowledged(1)

@@ -1,5 +1,6 @@
 """Sockets: only what is missing is asked for again, every wait ends, nothing leaves the host in the clear."""
 
+import contextlib
 import errno
 import socket
 import stat
@@ -335,6 +336,61 @@ def _relay(listener: socket.socket, port: int, seen: bytearray) -> None:
                 idle = 0
                 seen.extend(data if one is server else b"")
                 other.sendall(data)
+
+
+class Wire:
+    """Passes bytes on between clients and a server, until it loses the connections that it has."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._open: list[socket.socket] = []
+        self._lost = threading.Event()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def lose(self) -> None:
+        """Pass nothing more on through the connections of now. Neither end is told."""
+        self._lost.set()
+        self._lost = threading.Event()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        for end in (self._listener, *self._open):
+            end.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client = self._listener.accept()[0]
+                server = socket.create_connection(("127.0.0.1", self._port))
+                self._open += [client, server]
+                for ends in ((client, server), (server, client)):
+                    threading.Thread(target=self._pass_on, args=(*ends, self._lost), daemon=True).start()
+
+    def _pass_on(self, one: socket.socket, other: socket.socket, lost: threading.Event) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(1 << 16):
+                if lost.is_set():
+                    return
+                other.sendall(data)
+
+
+def test_after_a_silence_the_next_attempt_makes_a_new_connection(beyond: None, tmp_path: Path):
+    keys = tmp_path / "delivery.keys"
+    make_keys(keys)
+    sender = TcpSender(keys=keys)
+    first, second = (sender.write(version, PLAN, WEIGHTS) for version in (1, 2))
+    wire = Wire(parse_location(first).port)
+    first, second = (at.replace(f":{parse_location(at).port}/", f":{wire.port}/") for at in (first, second))
+    source = TcpSource(keys=keys, patience=3.0)
+    source.open(first, 1, PLAN.entries)
+    wire.lose()
+    with pytest.raises(DeliveryError, match="said nothing for"):
+        source.open(second, 2, PLAN.entries)
+    assert torch.equal(source.open(second, 2, PLAN.entries)["w"], WEIGHTS["w"])
+    for each in (source, wire, sender):
+        each.close()
 
 
 def test_keys_that_others_can_read_or_that_are_damaged_are_refused(tmp_path: Path):

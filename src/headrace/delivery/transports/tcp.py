@@ -233,19 +233,30 @@ class TcpSource:
         raise DeliveryError(f"the server at {line.endpoint} is gone")
 
     def _awaited(self, line: Connection, patience: float, into: Into = lambda answer, nbytes: None) -> ReadReply | None:
-        """Return the next reply with the current ticket; replies to requests that were given up are dropped."""
+        """Return the next reply with the current ticket; replies to requests that were given up are dropped.
+
+        After a silence the connection to the trainer is given up. If the host was cut off, a new connection works at
+        once when the link is back, while the old one may wait for a minute until it sends again what was lost.
+        """
 
         def wanted(answer: ReadReply, nbytes: int) -> memoryview | None:
             return into(answer, nbytes) if answer.ticket == self._ticket and not answer.refusal else None
 
         deadline = time.monotonic() + patience
-        while (left := deadline - time.monotonic()) > 0:
-            answer = line.receive(left, wanted)
-            if answer is None or answer.ticket == self._ticket:
-                if answer is not None and answer.refusal:
-                    raise _Refused(f"the server at {line.endpoint} refused: {answer.refusal}")
-                return answer
-        raise DeliveryError(f"the server at {line.endpoint} said nothing of use for {patience:.3g} s")
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                answer = line.receive(left, wanted)
+                if answer is None or answer.ticket == self._ticket:
+                    if answer is not None and answer.refusal:
+                        raise _Refused(f"the server at {line.endpoint} refused: {answer.refusal}")
+                    return answer
+            raise DeliveryError(f"the server at {line.endpoint} said nothing of use for {patience:.3g} s")
+        except _Refused:
+            raise
+        except DeliveryError:
+            if line is self._line:
+                self._disconnect()
+            raise
 
     def _connected(self, location: TcpLocation) -> Connection:
         if self._line is not None and self._line.server != (location.endpoint, location.encrypted):
