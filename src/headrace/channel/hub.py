@@ -34,14 +34,13 @@ from headrace.channel.codec import (
     unpack_header,
 )
 from headrace.channel.heartbeats import BEAT_SECONDS, SILENCE_SECONDS, Alive, Hello, Refused, identity
+from headrace.channel.strangers import bear_strangers
 from headrace.errors import ChannelError, DeadlineError, PeerDied, one_line
 
 M = TypeVar("M", bound=Message)
 
 BAD_MESSAGES = 3
 """A worker of which this many messages were dropped is refused: it no longer works as it should."""
-HANDSHAKE_SECONDS = 5
-"""A connection that has not proved its key within this many seconds is closed."""
 _ZAP = "inproc://zeromq.zap.01"
 """Where ZeroMQ asks whether the owner of a key may connect."""
 
@@ -104,8 +103,7 @@ class Hub:
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
         self._socket.setsockopt(zmq.ZAP_DOMAIN, b"headrace")
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, 1000 * HANDSHAKE_SECONDS)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, self._limit)
+        bear_strangers(self._socket, self._limit)
         # It must be bound before the hub: without it, ZeroMQ lets everybody in who knows the hub's public key.
         asked = self._context.socket(zmq.REP)
         asked.bind(_ZAP)

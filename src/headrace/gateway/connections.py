@@ -8,7 +8,6 @@ of one that announces nothing.
 
 import asyncio
 import logging
-import resource
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -16,6 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from headrace.channel.strangers import raise_open_files
 from headrace.gateway.base import ApiError
 
 HEADER_SECONDS = 10.0
@@ -28,8 +28,8 @@ SWEEP_SECONDS = 1.0
 DRAIN_BYTES = 2**20
 DRAIN_SECONDS = 1.0
 """Of a refused body, this much is read and dropped, because many clients read no answer before they have sent all."""
-SPARE_FILES = 64
-"""Files that the process needs beside its connections."""
+SPARE_FILES = 256
+"""Files that the process needs beside its connections, and connections that are accepted before one can be refused."""
 BODIES_AT_ONCE = 8
 """All bodies together may take as much memory as this many of the largest."""
 _REFUSAL = b'{"error": {"message": "too many connections", "type": "server_error"}}'
@@ -49,12 +49,7 @@ Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 def allowed_connections(wanted: int) -> int:
     """Return how many connections this process can hold, at most `wanted`. Its limit of open files is raised first."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = wanted + SPARE_FILES
-    if soft != resource.RLIM_INFINITY and soft < need:
-        soft = need if hard == resource.RLIM_INFINITY else min(need, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft - SPARE_FILES))
+    return max(1, min(wanted, raise_open_files(wanted + SPARE_FILES) - SPARE_FILES))
 
 
 class LimitedServer(web.Server):

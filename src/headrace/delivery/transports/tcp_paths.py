@@ -6,7 +6,7 @@ without copying them first. A message is the lengths of its header and its bytes
 connection has its own server thread, so a client that sends nonsense or does not read cannot disturb other clients.
 
 Beyond loopback, ZeroMQ's CURVE encrypts every byte and authenticates both ends with the keys of the run. Nothing that a
-client sends can end the thread that answers.
+client sends can end the thread that answers, and a client that proves no key is soon disconnected.
 """
 
 import contextlib
@@ -27,6 +27,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
+from headrace.channel.strangers import bear_strangers
 from headrace.channel.vital import vital_thread
 from headrace.delivery.transports.tcp_wire import (
     MemorySlice,
@@ -346,6 +347,7 @@ class _CurveServer(ByteServer):
         only_the_run = SimpleNamespace(callback=lambda domain, key: key == client)
         self._authenticator.configure_curve_callback(_ZAP_DOMAIN, only_the_run)
         router.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN.encode())
+        bear_strangers(router, _LARGEST_HEADER)
         router.setsockopt(zmq.CURVE_SERVER, 1)
         router.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret.encode())
         router.bind(f"tcp://{self._host}:*")
