@@ -104,7 +104,7 @@ test-vllm: setup vllm
 # Several hosts of network namespaces on this machine, with a real Ray cluster on them. Needs root, on Linux.
 cluster: $(RAY_STAMP)
 	command -v ip || (apt-get update && apt-get install --yes iproute2)
-	$(THREADS) $(BIN)/pytest -m cluster tests/cluster
+	$(THREADS) $(BIN)/pytest -m cluster $(PARALLEL) tests/cluster
 
 $(RAY_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[ray]"

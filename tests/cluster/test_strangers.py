@@ -46,8 +46,9 @@ def keys(run: Run) -> RunKeys:
 @pytest.fixture(scope="module")
 def hub_key(run: Run) -> str:
     """The public key of the hub, which is an argument of every worker."""
-    workers = [words for host in run.hosts for words in host.processes().values() if "--server-key" in words]
-    [key] = {words[words.index("--server-key") + 1] for words in workers}
+    option = "--server-key="
+    words = [word for host in run.hosts for words in host.processes().values() for word in words]
+    [key] = {word.removeprefix(option) for word in words if word.startswith(option)}
     return key
 
 
