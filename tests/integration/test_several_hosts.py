@@ -101,8 +101,7 @@ def test_a_trainer_on_another_host_sends_its_checkpoints_and_goes_on_from_them(t
 def test_a_trainer_on_another_host_goes_on_from_a_url(tmp_path: Path, temporary: Path) -> None:
     """The hosts share nothing but the URL, and the controller's host fetches a checkpoint only when it needs one."""
     bucket, run_dir = tmp_path / "bucket", tmp_path / "run"
-    # An engine of the same host keeps there what the trainer has left.
-    away = ('cluster.hosts=["host2"]', "run.versions=30", "training.checkpoint_every=2", "engine.count=1")
+    away = ('cluster.hosts=["host2","host3"]', "run.versions=30", "training.checkpoint_every=2", "engine.count=1")
     run = start("train", str(QUICKSTART), *settings(tmp_path, *away, f"training.checkpoint_directory=file://{bucket}"))
     wait_until_training(run_dir, 6)
     trainers = [pid for pid, command in _processes("trainer").items() if "127.0.0.2" in command]
