@@ -52,6 +52,18 @@ with socket.create_connection((sys.argv[1], {PORT + 1})) as connection:
 """
 # A process that has left its session and its parent, as a daemon does.
 DAEMON = "setsid sleep 1000 > /dev/null 2>&1 &"
+# Starts a program, and collects every process that the program leaves behind, as the first process of a system does.
+COLLECTOR = """
+import ctypes, os, subprocess, sys
+
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+print(subprocess.Popen([sys.executable, "-c", *sys.argv[1:]]).pid, flush=True)
+try:
+    while True:
+        os.wait()
+except ChildProcessError:
+    pass
+"""
 OWNER = """
 import sys, time
 from hosts import Hosts
@@ -205,14 +217,13 @@ def test_nothing_stays(hosts: list[Host]) -> None:
 
 
 def test_nothing_stays_of_an_owner_that_was_killed() -> None:
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, DAEMON], cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True
-    )
-    with owner:
-        networks = {owner.stdout.readline().strip() for _ in range(2)}
-        assert owner.stdout.readline() == "made\n"
+    command = [sys.executable, "-c", COLLECTOR, OWNER, DAEMON]
+    with subprocess.Popen(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True) as collector:
+        owner = int(collector.stdout.readline())
+        networks = {collector.stdout.readline().strip() for _ in range(2)}
+        assert collector.stdout.readline() == "made\n"
         assert len(members(networks)) >= 8
-        owner.kill()
+        os.kill(owner, signal.SIGKILL)
     with Hosts(2) as others, running(others[1], SERVE):
         assert ask(others[0], others[1].address) == "host2"
     wait_for(lambda: not members(networks))

@@ -202,8 +202,9 @@ def test_hosts_and_processes_fail_and_come_back(cluster: RayCluster, hosts: list
     third.heal()
     run.wait_to_serve("engine-1", healed)
 
-    # An engine stands still for a minute, and so does everything on its host that could end it. When it goes on, it is
-    # refused, because a newer one has its place. Its parent does not collect it, so the system keeps its exit code.
+    # An engine stands still for a minute, and so does everything on its host that could end it. When it goes on, it
+    # ends itself: it has heard nothing for long, or is refused, because a newer one has its place. Its parent does not
+    # collect it, so the system keeps its exit code.
     (old,) = run.workers("engine", 1).values()
     stopped, still = time.time(), list(third.processes())
     for pid in still:
@@ -220,7 +221,6 @@ def test_hosts_and_processes_fail_and_come_back(cluster: RayCluster, hosts: list
 
     # Every engine has the newest versions, and the run ends in order.
     summary = run.interrupt()
-    assert "engine-1/" in run.said() and "was replaced, and came back" in run.said()
     check_ledgers(run, summary)
     sql = "SELECT max(version) FROM deliveries WHERE engine = ? AND accepted"
     newest = [run.rows(sql, engine)[0][0] for engine in ("engine-0", "engine-1")]

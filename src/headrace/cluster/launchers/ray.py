@@ -241,7 +241,7 @@ class RayLauncher(ExitQueue):
             for kind, need, free in (("CPUs", bundle.cpus, node.free_cpus), ("GPUs", len(bundle.gpus), node.free_gpus)):
                 if free < need:
                     found.append(f"{name} lacks {need - free} of the {need} {kind} that the run needs")
-        for node in there.values():
+        for node in sorted(there.values(), key=lambda node: node.address):
             unused = f"{node.free_cpus} of {node.cpus} CPUs and {node.free_gpus} of {node.gpus} GPUs"
             found.append(f"{self._hosts[node.address].name} has {unused} free")
         return "; ".join(found)
