@@ -79,7 +79,7 @@ class Run:
             raise UserError(f"{self.path} has no checkpoint yet")
         # The run directory may have been moved since the path was recorded.
         path = self.path / "checkpoints" / name
-        if not path.is_dir():
+        if not path.is_dir() and RunDir(self.path).config.is_file():
             fetch_missing(RunDir.open(self.path)[1], path.parent, name)
         if not path.is_dir():
             raise UserError(f"{path}, the newest checkpoint of the run, is gone")

@@ -227,7 +227,11 @@ def make_launcher(config: Config, environment: Mapping[str, str] | None = None) 
         return LAUNCHERS[name](environment or {})
     if name == "ray":
         return RayLauncher(config, environment)
-    made: Launcher = call_factory(f"[pipeline] launcher: {name}", import_function(name), environment or {})
+    try:
+        factory = import_function(name)
+    except ConfigError as error:
+        raise ConfigError(f"[pipeline] launcher: {error}") from error
+    made: Launcher = call_factory(f"[pipeline] launcher: {name}", factory, environment or {})
     for method in ("hosts", "start", "next_exit", "kill", "stop"):
         if not callable(getattr(made, method, None)):
             raise ConfigError(f"[pipeline] launcher: {name} made a {type(made).__name__} without {method!r}")
