@@ -14,6 +14,7 @@ import contextlib
 import json
 import statistics
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -107,15 +108,19 @@ def scenes(found: dict[str, Any]) -> list[str]:
     return [
         f"{way}: a late joiner {_proved(late)}; {late['left_copies']:.2f} copies left host 1",
         f"{way}: host 3 cut off: host 2 {_proved(cut['others'])}; host 3 gave up {cut['gave_up_seconds']:.1f} s after"
-        f" the cut, {unchanged} ({cut['reason']}); healed, all {_proved(cut['after'])}",
+        f" the cut, {unchanged} ({_short(cut['reason'])}); healed, all {_proved(cut['after'])}",
     ]
 
 
 def _proved(offered: dict[str, Any]) -> str:
     if not offered["proved"]:
         return f"DID NOT PROVE version {offered['version']}"
-    again = f", after {'; '.join(map(repr, offered['refusals']))}" if offered["refusals"] else ""
+    again = f", after a refusal ({_short(offered['refusals'][0])})" if offered["refusals"] else ""
     return f"proved version {offered['version']} in {offered['seconds']:.2f} s{again}"
+
+
+def _short(reason: str) -> str:
+    return textwrap.shorten(reason, 80, placeholder=" ...")
 
 
 def main() -> None:
