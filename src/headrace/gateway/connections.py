@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from headrace.channel.strangers import raise_open_files
+from headrace.channel.strangers import OPEN_FILES, raise_open_files
 from headrace.gateway.base import ApiError
 
 HEADER_SECONDS = 10.0
@@ -49,7 +49,7 @@ Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 def allowed_connections(wanted: int) -> int:
     """Return how many connections this process can hold, at most `wanted`. Its limit of open files is raised first."""
-    return max(1, min(wanted, raise_open_files(wanted + SPARE_FILES) - SPARE_FILES))
+    return max(1, min(wanted, raise_open_files(max(OPEN_FILES, wanted + SPARE_FILES)) - SPARE_FILES))
 
 
 class LimitedServer(web.Server):
