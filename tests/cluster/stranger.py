@@ -69,7 +69,9 @@ def hold(address: str, count: int) -> list[str]:
     """Return what the connections have received, each different thing once."""
     with contextlib.ExitStack() as held:
         lines = [held.enter_context(connected(address)) for _ in range(count)]
-        print(len(lines), flush=True)
+        # In one piece: several of these run at a time.
+        sys.stdout.write(f"{len(lines)}\n")
+        sys.stdout.flush()
         sys.stdin.readline()
         received = set()
         for line in lines:
