@@ -12,11 +12,9 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import ray
-from ray.cluster_utils import Cluster
 
 from headrace.cluster.launchers.base import ClusterLauncher, Exit, WorkerSpec
 from headrace.cluster.launchers.local import make_launcher
@@ -25,6 +23,9 @@ from headrace.cluster.placement import Place
 from headrace.config import Config, load_config
 from headrace.errors import ConfigError, UserError
 from waiting import alive, until
+
+if TYPE_CHECKING:  # Other suites collect this file where Ray is not installed.
+    from ray.cluster_utils import Cluster
 
 pytestmark = pytest.mark.cluster
 
@@ -57,10 +58,17 @@ class SmallLauncher(RayLauncher):
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Two nodes that believe in GPUs."""
-    cluster = Cluster(True, head_node_args={"num_cpus": 4, "num_gpus": 4, "node_ip_address": FIRST})
+    cluster = start_cluster({"num_cpus": 4, "num_gpus": 4, "node_ip_address": FIRST})
     add_second(cluster)
     yield cluster
     cluster.shutdown()
+
+
+def start_cluster(node: dict[str, Any]) -> Cluster:
+    """A cluster with this node as its head."""
+    from ray.cluster_utils import Cluster
+
+    return Cluster(True, head_node_args=node)
 
 
 def add_second(cluster: Cluster) -> Any:
@@ -221,6 +229,7 @@ async def test_stop_leaves_no_worker_and_no_reservation(launcher: SmallLauncher,
 @pytest.fixture
 def other_job(address: str) -> Iterator[list[str]]:
     """Another job, in this process. It has two GPUs of the first node."""
+    import ray
 
     def gpus() -> list[str]:
         return ray.get_runtime_context().get_accelerator_ids()["GPU"]  # type: ignore[no-any-return]
@@ -342,7 +351,7 @@ async def test_a_cluster_that_was_gone_is_joined_again(tmp_path: Path, monkeypat
     with socket.create_server((THIRD, 0)) as listening:
         port = listening.getsockname()[1]
     node = {"num_cpus": 1, "num_gpus": 2, "node_ip_address": THIRD, "gcs_server_port": port}
-    first = Cluster(True, head_node_args=node)
+    first = start_cluster(node)
     monkeypatch.setenv("RAY_ADDRESS", first.address)
     monkeypatch.setenv(
         "RAY_gcs_rpc_server_reconnect_timeout_s", "3"
@@ -357,7 +366,7 @@ async def test_a_cluster_that_was_gone_is_joined_again(tmp_path: Path, monkeypat
     exited = await worker.exit()
     assert (exited.code, len(exited.last_lines.splitlines())) == (-signal.SIGKILL, 1)
     starting = asyncio.create_task(worker.start())
-    second = Cluster(True, head_node_args=node)
+    second = start_cluster(node)
     while not await starting:
         # The driver had not noticed yet that the cluster was gone.
         assert (await worker.exit()).code == -signal.SIGKILL
