@@ -44,6 +44,7 @@ class Segments:
         directory.mkdir(parents=True, exist_ok=True)
         names = (path.stem.removeprefix(DAMAGED) for path in directory.glob("*.seg"))
         self._number = max((int(name) for name in names if name.isdecimal()), default=0)
+        self._name = ""
         self._file: BinaryIO | None = None
         """The file that is being written; None until the first record of this process."""
         self._offset = 0
@@ -55,11 +56,12 @@ class Segments:
         if self._file is None or (self._offset and self._offset + len(record) > self._roll_bytes):
             self.close()
             self._number += 1
-            self._file, self._offset = self._path().open("xb"), 0
+            self._name = f"{self._number:06d}.seg"
+            self._file, self._offset = (self.directory / self._name).open("xb"), 0
             sync(self.directory)
         self._file.write(record)
         self._unsynced = True
-        location = RecordLocation(self._path().name, self._offset, len(record))
+        location = RecordLocation(self._name, self._offset, len(record))
         self._offset += len(record)
         return location
 
@@ -81,9 +83,6 @@ class Segments:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def _path(self) -> Path:
-        return self.directory / f"{self._number:06d}.seg"
 
 
 def segment_path(directory: Path, segment: str) -> Path:

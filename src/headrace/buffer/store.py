@@ -10,6 +10,7 @@ and rollouts end once: an item that ends must have been in flight, otherwise an 
 """
 
 import fcntl
+import functools
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
@@ -244,18 +245,23 @@ class Store:
     def end_rollout(self, rollout: Rollout, when: float) -> None:
         """Write the tokens and the reward of a rollout. Unless it failed, it stays in flight until its group ends."""
         failed = rollout.ending == "failed"
-        sampled = [trace.versions[trace.trained] for trace in rollout.traces if trace.trained.any()]
+        sampled = [versions for trace in rollout.traces if len(versions := trace.versions[trace.trained])]
         location = (None, None, None) if self.segments is None else self.segments.append(rollout)
-        rows = self.write(
-            "UPDATE rollouts SET state = ?, reason = ?, ending = ?, reward = ?, tokens = ?, sampled_tokens = ?,"
-            " oldest_version = ?, newest_version = ?, ended = ?, segment = ?, offset = ?, length = ?"
-            " WHERE id = ? AND state = 'in_flight' AND ended IS NULL",
-            *("failed" if failed else "in_flight", rollout.reason if failed else "", rollout.ending),
-            *(None if rollout.reward is None else float(rollout.reward), sum(len(trace) for trace in rollout.traces)),
-            rollout.trained_tokens,
-            *((min(int(v.min()) for v in sampled), max(int(v.max()) for v in sampled)) if sampled else (None, None)),
-            *(when, *location, rollout.id),
-        )
+        row = {
+            "state": "failed" if failed else "in_flight",
+            "reason": rollout.reason if failed else "",
+            "ending": rollout.ending,
+            # SQLite stores -0.0 as 0.0, and the checksum is that of what is stored.
+            "reward": None if rollout.reward is None else float(rollout.reward) + 0.0,
+            "tokens": sum(len(trace) for trace in rollout.traces),
+            "sampled_tokens": sum(map(len, sampled)),
+            "oldest_version": min(int(versions.min()) for versions in sampled) if sampled else None,
+            "newest_version": max(int(versions.max()) for versions in sampled) if sampled else None,
+            "ended": when,
+            **dict(zip(RecordLocation._fields, location, strict=True)),
+        }
+        sql = f"{self._updating('rollouts', *row)} WHERE id = :id AND state = 'in_flight' AND rollouts.ended IS NULL"
+        rows = self.db.execute(sql, {**row, "id": rollout.id}).rowcount
         if rows != 1:
             raise HeadraceError(f"rollout {rollout.id} ended but was not in flight")
         self.write("DELETE FROM partials WHERE rollout = ?", rollout.id)
@@ -283,12 +289,19 @@ class Store:
 
     def end_group(self, group_id: int, state: str, reason: str, step: int | None, when: float) -> None:
         """Set the end state of a group and of all its rollouts that are still in flight."""
-        ending = "SET state = ?, reason = ?, step = ?, ended = COALESCE(ended, ?)"
-        row = (state, reason, step, when, group_id)
-        if self.write(f"UPDATE groups {ending} WHERE id = ? AND state = 'in_flight'", *row) != 1:
-            raise HeadraceError(f"group {group_id} cannot become {state}, it is not in flight")
-        self.write(f"UPDATE rollouts {ending} WHERE group_id = ? AND state = 'in_flight'", *row)
+        row = {"state": state, "reason": reason, "step": step, "when": when, "group": group_id}
+        for table, key in (("groups", "id"), ("rollouts", "group_id")):
+            setting = f"{self._updating(table, 'state', 'reason', 'step')}, ended = COALESCE(ended, :when)"
+            found = self.db.execute(f"{setting} WHERE {key} = :group AND state = 'in_flight'", row).rowcount
+            if table == "groups" and found != 1:
+                raise HeadraceError(f"group {group_id} cannot become {state}, it is not in flight")
         self.write("DELETE FROM partials WHERE rollout IN (SELECT id FROM rollouts WHERE group_id = ?)", group_id)
+
+    @functools.cache  # noqa: B019
+    def _updating(self, table: str, *columns: str) -> str:
+        """Return the begin of an UPDATE that sets these columns from parameters of their names, and the checksum."""
+        setting = ", ".join(f"{column} = :{column}" for column in columns)
+        return f"UPDATE {table} SET {setting}, checksum = {checksums.computed(self.db, table, columns)}"
 
     def close(self) -> None:
         """Close the files, and release the lock last."""

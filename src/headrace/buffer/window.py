@@ -73,6 +73,9 @@ class Window:
         be newer, because its engine may have proved a newer version."""
         self._ready: dict[int, Group] = {}
         """The unconsumed groups that are complete."""
+        self._sampled: dict[int, tuple[int, int] | None] = {}
+        """The oldest and the newest version that sampled trained tokens of each ready group; None if no token is
+        trained. `stale` asks for them at every event."""
         self._overtakers: set[int] = set()
         """The consumed groups that are younger than the oldest unconsumed group."""
         self._training: Counter[int] = Counter()
@@ -188,7 +191,7 @@ class Window:
             raise HeadraceError(f"group {group.id} trains {group.policy!r}, and this is the window of {self.policy!r}")
         if group.id not in self._unconsumed or group.id in self._ready:
             raise HeadraceError(f"group {group.id} was completed but is not in flight")
-        self._ready[group.id] = group
+        self._keep(group)
 
     def drop(self, group_id: int) -> None:
         """Remove a group that Headrace decided not to train, and free its slot."""
@@ -216,18 +219,24 @@ class Window:
         may become stale.
         """
         found = []
-        for group in self.ready_groups():
-            versions = _token_versions(group)
-            if not len(versions) or not self.late(int(versions.min())):
+        for group_id in sorted(self._ready):
+            sampled = self._sampled[group_id]
+            if sampled is None or not self.late(sampled[0]):
                 continue
-            if self.on_stale == "salvage" and not self.late(int(versions.max())):
+            if self.on_stale == "salvage" and not self.late(sampled[1]):
                 assert self.max_lag is not None
                 oldest = admission.oldest_on_time(self.trained_version, self.max_lag, self.republished)
-                group = self._ready[group.id] = masked(group, oldest)
-                if not self.late(int(_token_versions(group).min())):
+                self._keep(masked(self._ready[group_id], oldest))
+                sampled = self._sampled[group_id]
+                if sampled is not None and not self.late(sampled[0]):
                     continue
-            found.append(group)
+            found.append(self._ready[group_id])
         return found
+
+    def _keep(self, group: Group) -> None:
+        versions = _token_versions(group)
+        self._ready[group.id] = group
+        self._sampled[group.id] = (int(versions.min()), int(versions.max())) if len(versions) else None
 
     def surplus(self) -> list[int]:
         """Return the groups without a seat that can no longer get one. The caller drops or cancels these groups.
@@ -267,7 +276,11 @@ class Window:
         self._outcomes.extend([True] * len(settled) + [False] * len(ids))
         self._training[version] += len(ids)
         self.batches += 1
-        return [self._ready.pop(group_id) for group_id in ids]
+        return [self._remove(group_id) for group_id in ids]
+
+    def _remove(self, group_id: int) -> Group:
+        del self._sampled[group_id]
+        return self._ready.pop(group_id)
 
     def release(self, version: int) -> None:
         """Record that the engines have proved `version`, and free the slots of all groups that it was trained on."""
@@ -288,7 +301,8 @@ class Window:
     def _leave(self, group_id: int, how: str) -> None:
         if self._unconsumed.pop(group_id, None) is None:
             raise HeadraceError(f"group {group_id} was {how} but is neither in flight nor ready")
-        self._ready.pop(group_id, None)
+        if group_id in self._ready:
+            self._remove(group_id)
         self._overtake(())
 
     def _overtake(self, consumed: Iterable[int]) -> None:

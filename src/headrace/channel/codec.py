@@ -6,6 +6,7 @@ classes can be decoded. Nothing is ever pickled. A message that cannot be encode
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -26,7 +27,6 @@ PROTOCOL = 1
 """The number of the present set of messages. A change after which older processes would misread a message raises it."""
 MESSAGE_BYTES = 1 << 30
 """The largest message that is sent or accepted, in bytes."""
-_NUMBERS = re.compile(r"[<>|=]?[biufc]\d{1,2}")
 
 
 class Message(msgspec.Struct, kw_only=True):
@@ -110,14 +110,20 @@ def encode(message: msgspec.Struct) -> list[Frame]:
     return [body, *arrays]
 
 
+@functools.lru_cache(maxsize=64)
+def _numbers(name: str) -> np.dtype[Any]:
+    """Return the type of numbers with this name. Raises `ValueError` for any other type of array."""
+    if not re.fullmatch(r"[<>|=]?[biufc]\d{1,2}", name):
+        raise ValueError(f"an array of {name!r}")
+    return np.dtype(name)
+
+
 def decode(kind: type[T], frames: Sequence[Frame]) -> T:
     """Return the message of this class. Its arrays are read-only views of the frames. Raises `ChannelError`."""
 
     def hook(expected: type, value: Any) -> Any:
         dtype, shape, index = value
-        if not _NUMBERS.fullmatch(dtype):
-            raise ValueError(f"an array of {dtype!r}")
-        return np.frombuffer(frames[1 + index], dtype=np.dtype(dtype)).reshape(shape)
+        return np.frombuffer(frames[1 + index], dtype=_numbers(dtype)).reshape(shape)
 
     try:
         return msgspec.msgpack.decode(bytes(frames[0]), type=kind, dec_hook=hook)

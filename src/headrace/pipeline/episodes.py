@@ -25,7 +25,6 @@ from headrace.rollouts.base import AnyEpisode, EpisodePlan, derive_seed
 from headrace.rollouts.groups import run_episode
 from headrace.rollouts.turns import Episode
 from headrace.scoring.base import Stage
-from headrace.tasks.base import Budgeted
 from headrace.types import NO_VERSION, Group, Prompt, Rollout, Trace
 
 Moment = Literal["before", "during", "after"]
@@ -112,8 +111,8 @@ class Episodes:
         if self._parts.agents is not None:
             return self._parts.agents(plan, self._parts.scoring)
         environment = self._parts.task.episode(plan.prompt)
-        if isinstance(environment, Budgeted):
-            own = min(environment.max_tokens, plan.sampling.max_tokens)
+        own: int | None = getattr(environment, "max_tokens", None)
+        if own is not None and own < plan.sampling.max_tokens:
             plan = replace(plan, sampling=msgspec.structs.replace(plan.sampling, max_tokens=own))
         return Episode(plan, environment, self._parts.pool, self._parts.chat, self._parts.scoring)
 

@@ -10,7 +10,6 @@ which engines see requests depends only on the order of the calls.
 import asyncio
 import math
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 
 import msgspec
 
@@ -25,13 +24,15 @@ STRAGGLER = "straggler"
 
 async def prepare_group(episodes: Sequence[AnyEpisode]) -> None:
     """Prepare all episodes at the same time. After an error or a cancellation, none of them is left open."""
-    async with AsyncExitStack() as unless_prepared:
-        for episode in episodes:
-            unless_prepared.push_async_callback(episode.discard)
+    prepared = False
+    try:
         async with asyncio.TaskGroup() as tasks:
             for episode in episodes:
                 tasks.create_task(episode.prepare(), name=f"prepare {episode.id}")
-        unless_prepared.pop_all()
+        prepared = True
+    finally:
+        if not prepared:
+            await asyncio.gather(*(episode.discard() for episode in episodes))
 
 
 async def run_group(

@@ -59,7 +59,7 @@ class RewardScorer(Scorer):
         longest = (self._waiting // self._count + 2) * self._longest_turn
         self._waiting += 1
         try:
-            async with asyncio.timeout(longest):
+            async with asyncio.timeout(longest if self._places.locked() else None):
                 await self._places.acquire()
         except TimeoutError:
             raise ScoreError(f"{self._busy} within {longest:g} s") from None

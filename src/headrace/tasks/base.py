@@ -5,7 +5,7 @@ and never tokenises an earlier turn again.
 """
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import msgspec
 
@@ -24,7 +24,11 @@ class EnvironmentStep(msgspec.Struct, kw_only=True):
 
 
 class Environment(Protocol):
-    """One episode, used once: `reset`, then `step` after every turn of the policy, then `close`."""
+    """One episode, used once: `reset`, then `step` after every turn of the policy, then `close`.
+
+    An environment may have an attribute `max_tokens`: the most tokens that may be sampled in its episode, over all
+    turns, if that is less than `[rollouts] max_tokens`.
+    """
 
     async def reset(self) -> list[dict[str, str]]:
         """Return the opening messages."""
@@ -37,14 +41,6 @@ class Environment(Protocol):
     async def close(self) -> None:
         """Free everything that the episode holds, if anything. Called exactly once, also after an error."""
         return
-
-
-@runtime_checkable
-class Budgeted(Protocol):
-    """An environment whose episode may be shorter than `[rollouts] max_tokens` allows."""
-
-    max_tokens: int
-    """The most tokens that may be sampled in the episode, over all its turns."""
 
 
 class Task(Protocol):

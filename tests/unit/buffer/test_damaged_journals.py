@@ -7,11 +7,13 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from test_recovery import dead_run
+from test_recovery import admit, dead_run, trace
 
+from headrace.buffer import checksums
 from headrace.buffer.journal import Journal, open_readonly
 from headrace.buffer.store import check_resumable
 from headrace.errors import DataError, UserError
+from headrace.types import Ending, Rollout
 
 
 def live_copy(tmp_path: Path) -> Path:
@@ -183,3 +185,28 @@ def test_a_journal_from_before_checksums_is_read_and_gets_them(tmp_path: Path) -
     damage(path, "UPDATE groups SET reason = 'another' WHERE id = 4")
     with open_readonly(path) as reader:
         assert reader.imbalances() == ["1 rows of groups that are damaged: 4"]
+
+
+@pytest.mark.parametrize("reward", [None, 1.0, -0.0, 0.1, 1e300, -3])
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_checksum_of_a_rollout_is_that_of_the_row_as_it_is_stored(
+    tmp_path: Path, reward: float | None, keep: bool
+) -> None:
+    ending: Ending = "failed" if reward is None else "finished"
+    with Journal(tmp_path / "journal.db", keep_rollouts=keep) as journal:
+        admit(journal, 0)
+        for index in range(2):
+            traces = [trace([1, 2, 3])] if index else []
+            journal.rollout_ended(
+                Rollout(id=f"0/{index}", index=index, traces=traces, ending=ending, reward=reward, reason="é" * index)
+            )
+        for group_ends in (False, True):
+            if group_ends:
+                journal.group_ended(0, "dropped", "stale")
+            journal.flush()
+            with sqlite3.connect(tmp_path / "journal.db") as db:
+                checksums.enable(db)
+                assert db.execute("SELECT count(*) FROM rollouts WHERE checksum IS NULL").fetchone() == (0,)
+                assert checksums.damaged_rows(db, "rollouts", "id") == []
+                assert checksums.damaged_rows(db, "groups", "id") == []
+            db.close()
