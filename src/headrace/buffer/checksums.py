@@ -1,9 +1,9 @@
 """Checksums of the rows that training depends on: the column `checksum` of the tables in `CHECKED`.
 
-Triggers of the writing connection keep them, so no statement can forget one. The two statements that write most rows
-give the checksum themselves, which is twice as fast: then the trigger does nothing. A row whose checksum is NULL was written
-before there were checksums, or by another program, and is not checked. The rows of `partials` need none: each points to
-a record of a segment, which has a checksum and the rollout's id.
+Triggers of the writing connection keep them, so no statement can forget one. A statement that gives the checksum
+itself is faster, and then the trigger does nothing. A row whose checksum is NULL was written before there were
+checksums, or by another program, and is not checked. The rows of `partials` need none: each points to a record of a
+segment, which has a checksum and the rollout's id.
 """
 
 import sqlite3

@@ -124,7 +124,8 @@ class AnyEpisode(ABC):
     def since(self, start: int) -> Trace | None:
         """Return the tokens after the first `start` tokens, or None if there are none.
 
-        The result is always None if a later process could not continue the episode from its tokens.
+        The result is also None while no token is sampled, because the opening is cheap to make again. It is always None
+        if a later process could not continue the episode from its tokens.
         """
 
     @abstractmethod

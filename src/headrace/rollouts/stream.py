@@ -78,8 +78,11 @@ class TokenStream:
         return self._joined
 
     def since(self, start: int) -> Trace | None:
-        """Return the tokens after the first `start`, or None if there are none. This is cheap if they are few."""
-        if start >= self._length:
+        """Return the tokens after the first `start`, or None if there are none or none at all was sampled.
+
+        This is cheap if they are few.
+        """
+        if start >= self._length or not self.sampled:
             return None
         known = len(self._joined)
         if start == 0:

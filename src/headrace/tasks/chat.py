@@ -56,6 +56,8 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._template = template
         self._origin = origin
+        self._opened: tuple[Any, Int32Array] | None = None
+        """The last opening and its tokens: the rollouts of a group ask for the same one in a row."""
         self.digest = digest
         """The SHA-256 digest of `tokenizer.json`: the same tokens mean the same text."""
         known = list(stop_token_ids)
@@ -88,7 +90,11 @@ class ChatFormat:
 
     def open(self, messages: Sequence[Mapping[str, Any]], *, tools: Tools = None) -> Int32Array:
         """Return the tokens of the opening messages, up to where the policy's first turn begins."""
-        return self.encode(self._chat_template().render(messages, add_generation_prompt=True, tools=tools))
+        asked = ([dict(message) for message in messages], tools)
+        if self._opened is None or self._opened[0] != asked:
+            text = self._chat_template().render(messages, add_generation_prompt=True, tools=tools)
+            self._opened = (asked, self.encode(text))
+        return self._opened[1].copy()
 
     def continue_(self, messages: Sequence[Mapping[str, Any]], *, ended: bool, tools: Tools = None) -> Int32Array:
         """Return the tokens of these messages, to append after the policy's turn, up to where its next turn begins.
