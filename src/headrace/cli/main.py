@@ -22,7 +22,7 @@ import msgspec
 import typer
 
 from headrace.bench.options import Bench, DeliveryBench, EngineBench, JournalBench, LoopBench, TrainBench, lines
-from headrace.cli import AsJson, ConfigPath, RunPath, Settings, doctor, review
+from headrace.cli import AsJson, ConfigPath, RunPath, Settings, doctor, launch, review
 from headrace.errors import ConfigError, DataError, HeadraceError, PeerDied, UserError, one_line
 
 if TYPE_CHECKING:
@@ -44,11 +44,22 @@ LINE_LENGTH = 4000
 """The most characters of an error's line. A stall names every wait."""
 
 
-def train(config: ConfigPath, settings: Settings = None, as_json: AsJson = False) -> None:
+def train(
+    config: ConfigPath,
+    settings: Settings = None,
+    as_json: AsJson = False,
+    or_resume: Annotated[bool, typer.Option("--resume", help="If the run exists, go on with it.")] = False,
+) -> None:
     """Train a model as CONFIG says."""
     from headrace.config import load_config
 
-    _start(load_config(config, settings or []), as_json)
+    loaded = load_config(config, settings or [])
+    run_dir = Path(loaded.run.directory) / loaded.run.name
+    if or_resume and run_dir.exists():
+        # What CONFIG says is in the run directory already. The settings may be new: a job gets other hosts.
+        resume(str(run_dir), settings, as_json)
+    else:
+        _start(loaded, as_json)
 
 
 def resume(run_dir: RunPath, settings: Settings = None, as_json: AsJson = False) -> None:
@@ -341,6 +352,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(resume)
 app.command()(check)
+app.command()(launch.launch)
 app.command()(gateway)
 app.command()(generate)
 benches = typer.Typer(help="Measure, side by side, in one call.", no_args_is_help=True)

@@ -275,7 +275,7 @@ class _Wish:
             if number > present:
                 raise ConfigError(f"[{section}] gpus = {number}, but there {_are(present)}")
         else:
-            self.named = [_found(section, named, hosts) for named in _parsed(section, gpus)]
+            self.named = [_found(section, named, hosts) for named in parse_gpus(section, gpus)]
             number = len(self.named)
         if number % size:
             raise ConfigError(f"[{section}] gpus: {number} cannot be divided into engines of gpus_per_engine = {size}")
@@ -286,7 +286,7 @@ class _Wish:
         self.number = number
 
 
-def _parsed(section: str, gpus: str | list[int]) -> Iterator[tuple[str | None, int]]:
+def parse_gpus(section: str, gpus: str | list[int]) -> Iterator[tuple[str | None, int]]:
     """Yield the host, if one is named, and the index of every GPU that a list or a text such as `"0-5,7"` names."""
     for word in gpus if isinstance(gpus, list) else gpus.replace(" ", "").split(","):
         match = _RANGE.fullmatch(str(word))
