@@ -123,7 +123,7 @@ def test_commands_exist(document: Path) -> None:
             assert words[0] in command.commands, f"{document.name}: there is no `headrace {line}`"
             command = command.commands[words.pop(0)]
         options = {name for each in command.params for name in (*each.opts, *each.secondary_opts)} | {"--help"}
-        assert "--json" in options or "--input" in options, "these are not the options of a command"
+        assert options & {"--json", "--output"}, "these are not the options of a command"
         unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in options]
         assert unknown == [], f"{document.name}: `headrace {line}`"
 

@@ -1,7 +1,7 @@
 """What the schemas of KubeRay and SkyPilot say about the fields that our recipes use, and about no other field.
 
 `RAYJOB` follows the openAPI schema of the CRD `rayjobs.ray.io`, version `ray.io/v1`, of KubeRay 1.5, with the parts of
-Kubernetes' pod template in it. `SKYPILOT` follows `get_task_schema` and `get_resources_schema` of SkyPilot 0.11. Both
+Kubernetes' pod template in it. `SKYPILOT` follows `get_task_schema` and `get_resources_schema` of SkyPilot 0.14. Both
 are written down here by hand: the CRD has a megabyte. A field that they do not name is refused, so a new field of a
 recipe must be looked up in its schema and added here.
 """
