@@ -24,6 +24,7 @@ QUICKSTART = "examples/quickstart/quickstart.toml"
 VERSIONS = 30
 SECONDS = 240.0
 WORKER = "headrace.cluster.worker_main"
+ENVIRONMENT = {"PYTHONPATH": str(ROOT / "src")}
 SMALL = (
     "warm_start.steps=2", "engine.count=2", "evaluate.prompts=8", "evaluate.every=0", "buffer.groups=2",
     "rollouts.group_size=2", "rollouts.max_tokens=8", "run.name=job", f"run.versions={VERSIONS}",
@@ -44,12 +45,31 @@ def directory() -> Iterator[Path]:
         yield Path(made)
 
 
-def wait_for(holds: Callable[[], object], what: str, job: subprocess.Popen[bytes], output: Path) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert job.poll() is None, f"the job ended before {what}\n{output.read_text()[-5000:]}"
-        assert time.monotonic() < deadline, f"{what} did not come\n{output.read_text()[-5000:]}"
-        time.sleep(0.1)
+class BatchJob:
+    """The script of a job, on the first host."""
+
+    def __init__(self, slurm: Slurm, script: Path, hosts: list[Host]) -> None:
+        self._hosts = hosts
+        self._output = script.with_suffix(".txt")
+        self.process = slurm.batch(script, self._output, ENVIRONMENT)
+
+    def wait_for(self, holds: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not holds():
+            assert self.process.poll() is None, f"the job ended before {what}\n{self.said()}"
+            assert time.monotonic() < deadline, f"{what} did not come\n{self.said()}"
+            time.sleep(0.1)
+
+    def end(self) -> int:
+        """Wait until the script has ended and no process of the job is left. Return its exit code."""
+        code, deadline = self.process.wait(SECONDS), time.monotonic() + SECONDS
+        while left := {host.name: found for host in self._hosts if (found := host.processes())}:
+            assert time.monotonic() < deadline, f"{left} are left\n{self.said()}"
+            time.sleep(0.1)
+        return int(code)
+
+    def said(self) -> str:
+        return self._output.read_text(errors="replace")[-5000:]
 
 
 def steps(run_dir: Path) -> int:
@@ -71,31 +91,28 @@ def tokens() -> list[Path]:
 
 
 def test_a_job_trains_on_its_nodes_ends_in_order_and_goes_on(hosts: list[Host], directory: Path) -> None:
-    script, output, run_dir = directory / "job.sh", directory / "output.txt", directory / "job"
+    script, run_dir = directory / "job.sh", directory / "job"
     settings = [word for setting in (*SMALL, f"run.directory={directory}") for word in ("--set", setting)]
     launch = [sys.executable, "-m", "headrace", "launch", QUICKSTART, "--slurm", "--nodes=3", "--gpus-per-node=0"]
-    env = {"PYTHONPATH": str(ROOT / "src")}
-    subprocess.run([*launch, *settings, "--output", str(script)], cwd=ROOT, env={**os.environ, **env}, check=True)
+    words = [*launch, *settings, "--output", str(script)]
+    subprocess.run(words, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, check=True, timeout=SECONDS)
     with Slurm(hosts, directory) as slurm:
-        job = slurm.batch(script, output, env)
-        wait_for(lambda: all(map(workers, hosts)), "a worker on every host", job, output)
-        assert [workers(host) for host in hosts] == [1, 1, 1], output.read_text()[-5000:]
+        job = BatchJob(slurm, script, hosts)
+        job.wait_for(lambda: [workers(host) for host in hosts] == [1, 1, 1], "a worker on every host")
         [token] = tokens()
         assert token.stat().st_mode & 0o777 == 0o600
         commands = [" ".join(words) for host in hosts for words in host.processes().values()]
         assert not [command for command in commands if token.read_text() in command]
 
         # `scancel` and a preemption send this signal.
-        wait_for(lambda: steps(run_dir) >= 2, "the second step", job, output)
-        os.kill(job.pid, signal.SIGTERM)
-        assert job.wait(SECONDS) == 130, output.read_text()[-5000:]
-        assert {host.name: host.processes() for host in hosts} == {"host1": {}, "host2": {}, "host3": {}}
+        job.wait_for(lambda: steps(run_dir) >= 2, "the second step")
+        os.kill(job.process.pid, signal.SIGTERM)
+        assert job.end() == 130, job.said()
         assert tokens() == []
         assert 2 <= steps(run_dir) < VERSIONS
 
-        job = slurm.batch(script, output, env)
-        assert job.wait(SECONDS) == 0, output.read_text()[-5000:]
-        assert {host.name: host.processes() for host in hosts} == {"host1": {}, "host2": {}, "host3": {}}
+        job = BatchJob(slurm, script, hosts)
+        assert job.end() == 0, job.said()
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["outcome"], summary["steps"], summary["deliveries_rejected"]) == ("finished", VERSIONS, 0)
     assert not (directory / "scontrol.txt").exists()  # Nothing was requeued.
