@@ -13,7 +13,8 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from headrace.errors import DeliveryError
-from headrace_vllm_plugin.weights import Pristine, WorkerStaging, compare
+from headrace_vllm_plugin.layout import compare
+from headrace_vllm_plugin.weights import Pristine, WorkerStaging
 from headrace_vllm_plugin.wire import Live
 
 
@@ -41,7 +42,7 @@ class HeadraceTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self.staging = WorkerStaging(device, self._pristine)
+        self.staging = WorkerStaging(device, self._pristine, self.parallel_config.world_size)
         self.loaded: dict[str, torch.Tensor] = {}
         self.missing: list[str] = []
 
@@ -74,12 +75,13 @@ class HeadraceTransfer(WeightTransferEngine):  # type: ignore[misc]
         return Pristine(Path(self.model_config.model), self.model_config.dtype, tied=self._tied())
 
     def finish_weight_update(self) -> None:
-        """Let vLLM pack the loaded weights."""
+        """Let vLLM pack the loaded weights; raises `DeliveryError` if they changed while they were loaded."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             self._pack_tied()
+        self.staging.check()
 
     def _pack_tied(self) -> None:
         """Pack tied weights again. On a CPU a layer computes with a packed copy, and vLLM renews the copy only for
@@ -97,7 +99,7 @@ class HeadraceTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def live(self) -> Live:
         """Compare the live weights with the loaded ones by digest, as far as vLLM's layout shows them."""
-        found = compare(self.model, self.loaded, whole=self.parallel_config.world_size == 1)
+        found = compare(self.model, self.loaded, self.staging.digest, self.staging.taken_digest)
         found.missing = self.missing
         self.loaded = {}
         return found

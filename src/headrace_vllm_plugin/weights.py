@@ -1,7 +1,9 @@
 """The weights of a vLLM worker: a version is staged beside the live weights, and compared with them once it is loaded.
 
-Fetching runs in a separate thread, so that the worker continues to decode. A version with a wrong digest is never
-handed out. A LoRA adapter is merged into the pristine weights of the model, which come from the model's directory,
+Fetching runs in a separate thread, so that the worker continues to decode, and on a GPU on a stream of its own. A
+version with a wrong digest is never handed out. Weights that are in the memory of the trainer stay there until they are
+loaded, because the trainer does not overwrite a version before the engine has answered; whether that held is checked
+after the load. A LoRA adapter is merged into the pristine weights of the model, which come from the model's directory,
 never from weights with an earlier adapter. After any number of swaps, the result therefore depends on the last adapter
 only. An adapter that was trained on other weights is refused, because the digests differ.
 """
@@ -9,20 +11,25 @@ only. An adapter that was trained on other weights is refused, because the diges
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from headrace.delivery.base import Canary, Manifest
+from headrace.delivery.copying import all_on, copy_all
 from headrace.delivery.digest import digest
-from headrace.delivery.digest_sums import MASK
-from headrace.delivery.plan import packed_bytes, plan_digest, unpack
+from headrace.delivery.live import DeviceSide
+from headrace.delivery.parts import fetch_parts
+from headrace.delivery.plan import PackingPlan, Views, plan_of
 from headrace.delivery.transports import source
 from headrace.delivery.transports.base import Source
 from headrace.errors import DeliveryError
-from headrace_vllm_plugin.wire import FetchOrder, Live, StagingState
+from headrace.types import NO_VERSION
+from headrace_vllm_plugin.wire import FetchOrder, StagingState
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
@@ -75,14 +82,26 @@ class Pristine:
 class WorkerStaging:
     """The staging of one worker, which holds at most one version."""
 
-    def __init__(self, device: torch.device, pristine: Callable[[], Pristine]) -> None:
-        """`pristine` opens the weights that adapters are added to; it is called when the first adapter arrives."""
-        self._device = device
+    def __init__(self, device: torch.device, pristine: Callable[[], Pristine], workers: int = 1) -> None:
+        """`pristine` opens the weights that adapters are added to; it is called when the first adapter arrives.
+
+        `workers` is the number of workers that share the model. A worker that is alone copies a version to its own
+        device before the swap. Several workers each load a slice, so they copy nothing that they can read in place.
+        """
+        # With its index, because tensors are compared with it.
+        self._device = torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+        self._alone = workers == 1
+        self._gpu = DeviceSide(self._device) if device.type == "cuda" else None
         self._open_pristine = functools.cache(pristine)
         self._sources: dict[str, Source] = {}
-        self._buffer: torch.Tensor | None = None
+        self._memory: Views | None = None
         self._weights: dict[str, torch.Tensor] = {}
         self._state = StagingState(version=-1, done=True)
+        self._plan: PackingPlan | None = None
+        self.taken_digest: int | None = None
+        """The digest of the weights that `take` gives out: of merged weights, if the version is an adapter."""
+        self._unread: tuple[Source, str, int] | None = None
+        """Where the staged weights are, if they are in the memory of the trainer."""
 
     def begin(self, order: FetchOrder) -> None:
         """Start to fetch this version; a version that was staged earlier and not taken is discarded.
@@ -92,6 +111,7 @@ class WorkerStaging:
         if not self._state.done:
             raise DeliveryError(f"cannot stage version {order.version}: version {self._state.version} is under way")
         self._weights = {}
+        self._unread = None
         self._state = StagingState(version=order.version)
         threading.Thread(target=self._fetch, args=(order,), name="headrace staging", daemon=True).start()
 
@@ -100,11 +120,29 @@ class WorkerStaging:
         return self._state
 
     def take(self, version: int) -> dict[str, torch.Tensor]:
-        """Return the tensors of this version; this works once, and the tensors are valid until the next `begin`."""
+        """Return the tensors of this version; this works once, and the tensors are valid until the next `begin`.
+
+        Call `check` after they were read: they may be in the memory of the trainer.
+        """
         if not self._weights or self._state.version != version:
             raise DeliveryError(f"version {version} is not staged")
         weights, self._weights = self._weights, {}
         return weights
+
+    def check(self) -> None:
+        """Wait until all reads of the taken weights are done; raise `DeliveryError` if they have changed meanwhile."""
+        if self._gpu is not None:
+            torch.cuda.synchronize(self._device)
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            opened, location, version = unread
+            opened.verify(location, version)
+
+    def digest(self, weights: Mapping[str, torch.Tensor]) -> int:
+        """Return the digest of tensors that have names of the staged version, on the device where they are."""
+        if self._plan is not None and self._gpu is not None and all(each.is_cuda for each in weights.values()):
+            return self._gpu.digest(self._plan, weights)
+        return digest(weights.items())
 
     def close(self) -> None:
         """Close the transports and release the memory. Idempotent."""
@@ -112,22 +150,28 @@ class WorkerStaging:
             opened.close()
         self._sources.clear()
         self._weights = {}
-        self._buffer = None
+        self._memory = self._unread = None
+        if self._gpu is not None:
+            self._gpu.close()
         self._open_pristine.cache_clear()
 
     def _fetch(self, order: FetchOrder) -> None:
         started = time.monotonic()
         state = StagingState(version=order.version, done=True, error="the fetch failed; the server's log says why")
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._gpu.staging() if self._gpu is not None else nullcontext():
                 weights = self._fetched(order)
-                state.digest = digest(weights.items())
+                state.digest = self.digest(weights)
             if state.digest != order.digest:
                 raise DeliveryError(
                     f"version {order.version} arrived wrong: its digest is {state.digest:016x}, not {order.digest:016x}"
                 )
-            with torch.no_grad():
-                self._weights = self._merged(order, weights) if order.scaling is not None else weights
+            self.taken_digest = state.digest
+            if order.scaling is not None:
+                with torch.no_grad():
+                    weights = self._merged(order, weights)
+                    self.taken_digest = self.digest(weights)
+            self._weights = weights
             state.error = ""
         except (DeliveryError, OSError, RuntimeError, ValueError, SafetensorError) as error:
             state.error = " ".join(str(error).split()) or type(error).__name__
@@ -143,88 +187,53 @@ class WorkerStaging:
                 f"version {order.version} is an adapter to weights with digest {order.base_digest:016x}, but this "
                 f"server's model has {pristine.digest:016x}"
             )
+        self._unread = None
         return pristine.with_adapter(adapter, order.scaling)
 
     def _fetched(self, order: FetchOrder) -> dict[str, torch.Tensor]:
-        if plan_digest(order.entries) != order.plan_digest:
+        plan = plan_of(order.entries)
+        if plan.digest != order.plan_digest:
             raise DeliveryError(f"version {order.version} is packed by another plan than its manifest's")
+        self._plan = plan
         if order.transport not in self._sources:
-            self._sources[order.transport] = source(order.transport, keys=Path(order.keys) if order.keys else None)
+            keys = Path(order.keys) if order.keys else None
+            self._sources[order.transport] = source(order.transport, keys=keys, device=str(self._device))
         opened = self._sources[order.transport]
+        if order.parts:
+            weights = self._own(plan)
+            fetch_parts(opened, _manifest(order), weights)
+            return weights
         published = opened.open(order.location, order.version, order.entries)
-        if opened.private and self._device.type == "cpu":
-            weights = published
+        if self._alone and not all_on(self._device, published):
+            weights = self._own(plan)
+            copy_all(weights, published, non_blocking=True)
+            if self._gpu is not None:
+                self._gpu.finish_staging()
         else:
-            nbytes = packed_bytes(order.entries)
-            if self._buffer is None or len(self._buffer) < nbytes:
-                self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            weights = unpack(self._buffer, order.entries)
-            for name, tensor in published.items():
-                weights[name].copy_(tensor)
+            weights = published
+            self._unread = None if opened.private else (opened, order.location, order.version)
         opened.verify(order.location, order.version)
         return weights
 
-
-def compare(model: torch.nn.Module, staged: Mapping[str, torch.Tensor], *, whole: bool) -> Live:
-    """Compare every staged tensor by digest with the live tensor, as far as the layout of vLLM shows it.
-
-    Fused parameters are cut into views of their members. Weights that are packed (by oneDNN, for example) or sharded
-    are hidden: they are counted and never guessed, and only the canary checks them.
-    `whole` says whether this worker holds the whole model; if not, all tensors count as hidden.
-    """
-    found = Live(hidden=len(staged))
-    if not whole:
-        return found
-    with torch.no_grad():
-        for name, view in visible(model, staged):
-            live = digest([(name, view)])
-            found.visible += 1
-            found.hidden -= 1
-            found.digest = (found.digest + live) & MASK
-            if live != digest([(name, staged[name])]):
-                found.wrong.append(name)
-    return found
+    def _own(self, plan: PackingPlan) -> dict[str, torch.Tensor]:
+        """Return memory for all weights: on the device, or on the host if the device holds only a slice of them."""
+        if self._memory is None or len(self._memory.packed) < plan.nbytes:
+            device = self._device if self._alone else torch.device("cpu")
+            self._memory = Views(torch.empty(plan.nbytes, dtype=torch.uint8, device=device))
+        return self._memory.of(plan.entries)
 
 
-def visible(model: torch.nn.Module, staged: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield pairs of canonical name and live view, for the tensors whose layout is known."""
-    live = dict(model.named_parameters()) | dict(model.named_buffers())
-    mapping: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    for name, tensor in staged.items():
-        view = _direct(live.get(name), tensor)
-        if view is None:
-            view = _member(name, live, mapping, staged)
-        if view is not None and view.dtype == tensor.dtype and view.shape == tensor.shape:
-            yield name, view
-
-
-def _direct(parameter: Any, tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a view of the parameter of that name, without padding rows; None if the parameter does not fit."""
-    if parameter is None or parameter.dim() != tensor.dim() or not tensor.dim():
-        return None
-    return parameter.detach()[: tensor.shape[0]] if parameter.shape[0] >= tensor.shape[0] else None
-
-
-def _member(
-    name: str, live: Mapping[str, torch.Tensor], mapping: Mapping[str, list[str]], staged: Mapping[str, torch.Tensor]
-) -> torch.Tensor | None:
-    """Return the view of a member of a fused parameter: its rows follow the rows of the members before it."""
-    parts = name.split(".")
-    for fused, members in mapping.items():
-        for place, part in enumerate(parts):
-            if part not in members or part == fused:
-                continue
-
-            def sibling(member: str, place: int = place) -> str:
-                return ".".join([*parts[:place], member, *parts[place + 1 :]])
-
-            parameter = live.get(sibling(fused))
-            siblings = [staged.get(sibling(member)) for member in members]
-            if parameter is None or any(one is None for one in siblings):
-                continue
-            rows = [len(one) for one in siblings if one is not None]
-            if parameter.dim() == 0 or len(parameter) != sum(rows):
-                continue
-            start = sum(rows[: members.index(part)])
-            return parameter.detach()[start : start + rows[members.index(part)]]
-    return None
+def _manifest(order: FetchOrder) -> Manifest:
+    """Return what an order says of a version, as the manifest that it was made from."""
+    return Manifest(
+        version=order.version,
+        parent=NO_VERSION,
+        step=0,
+        transport=order.transport,
+        location=order.location,
+        entries=order.entries,
+        plan_digest=order.plan_digest,
+        digest=order.digest,
+        canary=Canary(token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32)),
+        parts=order.parts,
+    )

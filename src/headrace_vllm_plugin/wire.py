@@ -7,10 +7,10 @@ from typing import Annotated
 
 import msgspec
 
-from headrace.delivery.base import Entry
+from headrace.delivery.base import Entry, Part
 
 BACKEND = "headrace"
-PROTOCOL = 4
+PROTOCOL = 5
 """The version of these messages, increased with every change; both sides must have the same."""
 TRUNCATION = "headrace_truncation"
 """A key in the `extra_args` of a request. Its value is the `Truncation` that the plugin applies instead of vLLM."""
@@ -36,6 +36,18 @@ class Facts(msgspec.Struct, kw_only=True):
     """Whether a token's noise is a function of (seed, position)."""
     truncation: bool
     """Whether the worker applies a request's `Truncation`."""
+    kept: bool = False
+    """Whether the server says which tokens truncation kept. It then demands a `top_k` of every request."""
+    device: str = "cpu"
+    """The kind of device that the worker computes on: `cpu` or `cuda`."""
+    workers: int = 1
+    """The number of worker processes that share one model."""
+    quantization: str = ""
+    """The method by which the server quantises its weights; empty if it serves them in `dtype`."""
+    quantized_checkpoint: bool = False
+    """Whether the files of the model hold weights that are quantised already."""
+    cache_dtype: str = "auto"
+    """The dtype of keys and values in the cache; `auto` means `dtype`."""
 
 
 class Truncation(msgspec.Struct, frozen=True):
@@ -55,6 +67,8 @@ class FetchOrder(msgspec.Struct, kw_only=True):
     entries: list[Entry]
     plan_digest: int
     digest: int
+    parts: list[Part] = []
+    """The parts of a version that several ranks of a trainer published. Then `location` is empty."""
     keys: str = ""
     """The file with the keys of the run, for transports that encrypt."""
     scaling: float | None = None
@@ -81,8 +95,10 @@ class Live(msgspec.Struct, kw_only=True):
     """The number of staged tensors whose live counterpart was found."""
     hidden: int = 0
     """The number of staged tensors whose live counterpart cannot be seen."""
+    cut: int = 0
+    """The number of visible tensors of which this worker holds only a slice."""
     digest: int = 0
-    """The digest of the visible weights; if none are hidden, the digest of all weights."""
+    """The digest of the visible weights; if none are hidden or cut, the digest of all weights."""
     wrong: list[str] = []
     """The names of tensors whose live bytes differ from the staged bytes."""
     missing: list[str] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 import vllm
 
 from headrace.errors import DeliveryError
@@ -28,6 +29,7 @@ class HeadraceWorker:
 
     weight_transfer_engine: HeadraceTransfer | None
     vllm_config: Any
+    device: torch.device
     model_runner: Any
     use_v2_model_runner: bool
 
@@ -50,6 +52,12 @@ class HeadraceWorker:
             block_size=config.cache_config.block_size,
             position_noise=self.use_v2_model_runner or attached,
             truncation=attached,
+            kept=config.model_config.return_sampling_mask,
+            device=self.device.type,
+            workers=config.parallel_config.world_size,
+            quantization=str(config.model_config.quantization or ""),
+            quantized_checkpoint=getattr(config.model_config.hf_config, "quantization_config", None) is not None,
+            cache_dtype=str(config.cache_config.cache_dtype),
         )
         return _answer(facts)
 

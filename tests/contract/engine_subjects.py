@@ -24,6 +24,7 @@ from headrace.config import Config, make_config
 from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.publisher import Publisher
+from headrace.delivery.transports.base import Sender
 from headrace.delivery.transports.shm import ShmSender
 from headrace.engines.base import Counters, Interrupt, Sampler
 from headrace.engines.embedded.building import build, pass_messages
@@ -220,11 +221,14 @@ FACTORIES: dict[str, Factory] = {
 class TinyTrainer:
     """Publishes a random model's weights, new ones for each version, and scores with plain Hugging Face code."""
 
-    def __init__(self, model_dir: Path, *, change: float = 0.05) -> None:
+    def __init__(
+        self, model_dir: Path, *, change: float = 0.05, sender: Sender | None = None, device: str = "cpu"
+    ) -> None:
         """`change`: how far one version is from the next."""
         self._change = change
-        self.model: Any = LlamaForCausalLM.from_pretrained(model_dir, attn_implementation="eager").eval()
-        self._sender = ShmSender(f"contract-{id(self):x}")
+        self._device = device
+        self.model: Any = LlamaForCausalLM.from_pretrained(model_dir, attn_implementation="eager").eval().to(device)
+        self._sender = sender or ShmSender(f"contract-{id(self):x}")
         self._publisher = Publisher(self._sender, "float32", 1e-3, np.arange(1, 13, dtype=np.int32))
         self._versions: dict[int, dict[str, torch.Tensor]] = {}
 
@@ -232,7 +236,7 @@ class TinyTrainer:
         noise = torch.Generator().manual_seed(version)
         with torch.no_grad():
             for weight in named_weights(self.model).values():
-                weight.add_(self._change * torch.randn(weight.shape, generator=noise))
+                weight.add_(self._change * torch.randn(weight.shape, generator=noise).to(self._device))
         weights = {name: weight.clone() for name, weight in named_weights(self.model).items()}
         for older in self._versions:
             self._publisher.acknowledged(older)
@@ -250,10 +254,10 @@ class TinyTrainer:
         self._publisher.close()
 
     def _score(self, token_ids: Int32Array) -> Float32Array:
-        ids = torch.from_numpy(np.asarray(token_ids, np.int64))[None]
+        ids = torch.from_numpy(np.asarray(token_ids, np.int64))[None].to(self._device)
         with torch.no_grad():
             logprobs = self.model(ids).logits.float().log_softmax(-1)[0, :-1]
-        return np.asarray(logprobs.gather(1, ids[0, 1:, None])[:, 0].numpy(), np.float32)
+        return np.asarray(logprobs.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy(), np.float32)
 
 
 def save_tiny_llama(path: Path, layers: int = 2, spread: float = 0.5, head_dim: int = 8, hidden: int = 16) -> None:

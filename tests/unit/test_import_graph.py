@@ -50,8 +50,10 @@ ARROWS = {
     "gateway": {"engines.base", "engines.streams", "rollouts.base", "scoring.base", "tasks.base"},
     "headrace_vllm_plugin": {
         "delivery.base",
+        "delivery.copying",
         "delivery.digest",
-        "delivery.digest_sums",
+        "delivery.live",
+        "delivery.parts",
         "delivery.plan",
         "delivery.transports",
     },

@@ -18,12 +18,12 @@ from headrace.config.memory import (
     TrainerMemory,
     engine_share,
     estimate,
+    share_beside_trainer,
     teacher_facts,
     trainer_memory,
 )
 from headrace.config.model_dir import ModelFacts, model_facts
 from headrace.config.schema import LoraConfig
-from headrace.engines.embedded.building import share_beside_trainer
 from headrace.errors import UserError
 from headrace.training.logprobs import CHUNK_ELEMENTS, DEVICE_CHUNKS
 

@@ -47,6 +47,14 @@ def test_friction_51_sums_over_answers_with_another_normalisation_are_remarked(a
     assert said(chosen, "algorithm.loss=distillation", "algorithm.teacher=t") == []
 
 
+@pytest.mark.parametrize("arguments", ['["--quantization", "fp8"]', '["--quantization=fp8"]', '["-q", "fp8"]'])
+def test_a_server_that_quantises_is_remarked(arguments: str) -> None:
+    vllm = ("engine.kind=vllm", "engine.python=python")
+    (line,) = said(*vllm, f"engine.arguments={arguments}")
+    assert line.startswith("[engine] arguments: servers quantise the weights that they load (fp8), so ratios are not 1")
+    assert said(*vllm, 'engine.arguments=["--enforce-eager"]') == []
+
+
 def test_friction_52_routing_is_said_not_to_apply_to_agents() -> None:
     agents = {"kind": "agent", "path": "p.jsonl"}
     (line,) = said(task=agents, facts=EXPERTS)

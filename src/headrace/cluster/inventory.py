@@ -94,8 +94,6 @@ def place_run(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]
     """
     if config.cluster.hosts:
         hosts = [_named(name, hosts) for name in config.cluster.hosts]
-    if config.engine.gpus_per_engine > 1:
-        raise ConfigError("[engine] gpus_per_engine: new weights reach engines of one GPU only, so far")
     if not any(host.gpus for host in hosts):
         placement = place(config, hosts)
         return placement.applied(config), placement

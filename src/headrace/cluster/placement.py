@@ -113,7 +113,8 @@ class Placement(msgspec.Struct, frozen=True):
             if delivery.transport == "auto":
                 delivery = msgspec.structs.replace(delivery, transport="tcp")
             _check_hosts(config, delivery.transport, {place.host for place in self.of("trainer")})
-        _check_devices(delivery.transport, self.places)
+        # Nothing is known of the devices of servers that run already. Such a server refuses what it cannot map.
+        _check_devices(delivery.transport, self.of("trainer") if engine.urls else self.places)
         if not engine.urls:
             engine = msgspec.structs.replace(engine, count=len(self.of("engine")))
         training = msgspec.structs.replace(training, ranks=len(self.of("trainer")))
@@ -394,8 +395,6 @@ def _check_devices(transport: str, places: Sequence[Place]) -> None:
 def _maps_trainer(config: Config) -> bool:
     """Return whether engines map the memory of the trainer's GPUs."""
     transport = config.delivery.transport
-    if config.engine.kind == "vllm":
-        return False
     return transport == "auto" or transport_facts(transport).on_device
 
 

@@ -29,6 +29,7 @@ from headrace.channel.worker_link import LinkKeys, WorkerLink
 from headrace.channel.worker_side import die_with_parent
 from headrace.cluster.base import EXIT_USER_ERROR, KEY_LINE
 from headrace.cluster.host_dir import HostDir, HostLog, redirect_output
+from headrace.cluster.inventory import this_host
 from headrace.cluster.mps import without_mps
 from headrace.config import AgentTaskConfig, Config
 from headrace.errors import HeadraceError, PeerDied, one_line
@@ -184,7 +185,7 @@ def _serve_engine(link: WorkerLink, config: Config) -> None:
         _announce_threads(config.engine.threads)
         from headrace.engines.vllm.building import serve as serve_vllm
 
-        serve_vllm(link, config)
+        serve_vllm(link, config, min((gpu.memory for gpu in this_host().gpus), default=0))
         return
     fix_threads(config.engine.threads)
     link.peak_memory = peak_gpu_memory

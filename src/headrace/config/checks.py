@@ -15,6 +15,7 @@ from headrace.config.declared import (
     losses_that_read,
     transport_facts,
 )
+from headrace.config.memory import runs_on_gpu
 from headrace.config.schema import (
     LOSSES,
     AgentTaskConfig,
@@ -145,12 +146,13 @@ def _check_engine(config: Config) -> None:
             f"[rollouts] max_tokens = {longest} with its prompt"
         )
     if engine.kind == "embedded":
-        if engine.gpus_per_engine > 1:
-            raise ConfigError("[engine] gpus_per_engine: an embedded engine runs on one GPU")
         for key in ("python", "urls", "port", "arguments"):
             if getattr(engine, key):
                 raise ConfigError(f'[engine] {key}: only engine kind "vllm" has it')
     if engine.kind != "vllm":
+        if engine.gpus_per_engine > 1:
+            which = "an embedded engine" if engine.kind == "embedded" else "an engine of your own"
+            raise ConfigError(f"[engine] gpus_per_engine: {which} runs on one GPU")
         return
     if engine.kv == "keep":
         raise ConfigError(
@@ -167,8 +169,9 @@ def _check_engine(config: Config) -> None:
         '[lora] on [model] weights = "random"': lora is not None and config.model.weights == "random",
         '[lora] base = "nf4"': lora is not None and lora.base == "nf4",
         '[delivery] send = "delta"': config.delivery.send == "delta",
-        "[training] ranks above 1": config.training.processes > 1,
-        "[rollouts] top_k, top_p or min_p": config.rollouts.truncates,
+        "[rollouts] top_k, top_p or min_p on a CPU": (
+            config.rollouts.truncates and not engine.urls and not runs_on_gpu(engine.device)
+        ),
     }
     for what, used in unsupported.items():
         if used:

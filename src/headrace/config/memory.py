@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from headrace.config.declared import needs, transport_facts
 from headrace.config.model_dir import ModelFacts, model_facts
 from headrace.config.schema import Config, LoraConfig, TrainingConfig
+from headrace.errors import UserError
 
 STATE_BYTES = {"adamw": 16, "adamw_8bit": 10, "muon": 12}
 """Bytes of a trained parameter: its master copy, gradient and moments."""
@@ -35,6 +36,9 @@ LONGEST_DEFAULT = 4096
 BYTES = {"float32": 4, "bfloat16": 2}
 GPU_DRIVER = Path("/dev/nvidiactl")
 """This path exists where a GPU can be used. Checking the path needs no torch."""
+EVERY_ENGINE = 0.9
+"""The share of a GPU's memory that the engines on it take together, if there are several and no trainer."""
+_SMALLER_TRAINER = "lower [training] micro_batch_tokens, set activation_checkpointing or offload, or take more ranks"
 CORE_FLOPS = 25e9
 """Floating-point operations per second of one CPU core in float32 matrix products."""
 CORE_BANDWIDTH = 8e9
@@ -117,6 +121,33 @@ def engine_share(
     """
     needed = trainer_memory(config, facts, teacher).total
     return (total - needed - MARGIN_BYTES) / total / engines
+
+
+def share_beside_trainer(config: Config, total: int, count: int = 1) -> float:
+    """Return the share of a GPU of `total` bytes that each of `count` engines may take beside the trainer.
+
+    The share is `[engine] memory_fraction`, or else what the trainer is estimated to leave. Raises `UserError` if
+    trainer and engines do not fit together.
+    """
+    facts, teacher = model_facts(Path(config.model.path), config.model.weights), teacher_facts(config)
+    needed = trainer_memory(config, facts, teacher).total
+    given = config.engine.memory_fraction
+    if given is None:
+        share = engine_share(config, facts, total, teacher, engines=count)
+        if share <= 0:
+            raise UserError(
+                f"trainer and engine do not fit on one GPU of {total / 2**30:.0f} GiB: the trainer is estimated to need"
+                f" {needed / 2**30:.1f} GiB, and {MARGIN_BYTES / 2**30:.0f} GiB are a margin ({_SMALLER_TRAINER})"
+            )
+        return share
+    # No margin is counted, because a user who sets the fraction has decided on the margin.
+    if needed + round(given * total) * count > total:
+        raise UserError(
+            f"[engine] memory_fraction = {given:g}: {f'{count} engines take' if count > 1 else 'the engine takes'}"
+            f" {given * count * total / 2**30:.1f} GiB of a GPU of {total / 2**30:.0f} GiB, and the trainer is"
+            f" estimated to need {needed / 2**30:.1f} GiB (lower it, or {_SMALLER_TRAINER})"
+        )
+    return given
 
 
 def state_bytes(config: Config, facts: ModelFacts, *, on_gpu: bool = True) -> int:

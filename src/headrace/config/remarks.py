@@ -3,6 +3,9 @@
 `headrace check` prints the remarks, and a run prints them at its start.
 """
 
+import itertools
+from collections.abc import Sequence
+
 from headrace.config.declared import loss_facts
 from headrace.config.memory import runs_on_gpu
 from headrace.config.model_dir import ModelFacts
@@ -17,6 +20,15 @@ def dtypes(config: Config) -> dict[str, str]:
     on_gpu = runs_on_gpu(config.training.device)
     trainer = config.training.compute_dtype or ("bfloat16" if on_gpu else "float32")
     return {"engine": config.model.dtype, "trainer": trainer}
+
+
+def quantization(arguments: Sequence[str]) -> str:
+    """Return the method by which these arguments of a vLLM server let it quantise weights; empty if it does not."""
+    for word, following in itertools.pairwise([*arguments, ""]):
+        option, _, value = word.partition("=")
+        if option in ("--quantization", "-q"):
+            return value or following
+    return ""
 
 
 def remarks(config: Config, facts: ModelFacts) -> list[str]:
@@ -44,6 +56,12 @@ def remarks(config: Config, facts: ModelFacts) -> list[str]:
             f"[model] dtype: engines sample in {served}, in which the trained weights are served without rounding, and "
             f"the trainer's passes are in {computed}, so ratios are not exactly 1 at lag 0 "
             f'(the same for both: [model] dtype = "{computed}", or [training] compute_dtype = "{served}")'
+        )
+    method = quantization(config.engine.arguments)
+    if config.engine.kind == "vllm" and method:
+        found.append(
+            f"[engine] arguments: servers quantise the weights that they load ({method}), so ratios are not 1 at lag "
+            "0; the digest is checked when a version is staged, and only the canary checks what is served"
         )
     if rollouts.min_group is not None and rollouts.min_group < rollouts.group_size:
         found.append(

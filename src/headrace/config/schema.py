@@ -164,12 +164,13 @@ class EngineConfig(Section, frozen=True):
     listed twice serves two engines, and one that [training] lists too is shared with the trainer. `auto` takes what the
     trainer leaves, or shares a single GPU with it."""
     gpus_per_engine: Positive = 1
-    """The number of GPUs of each engine. Embedded engines have one."""
+    """The number of GPUs of each engine. Embedded engines have one. A vLLM server divides the model over them (tensor
+    parallelism); on a CPU it has this many worker processes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The device on which the model runs. `auto` takes a GPU if there is one."""
     memory_fraction: Share | None = None
-    """GPU: the share of the GPU's memory that an engine may take. By default nearly all free memory; beside a trainer
-    on the same GPU, what is left after an estimate of the trainer's need."""
+    """GPU: the share of the GPU's memory that an engine may take (vLLM: with the weights that it stages). By default
+    nearly all free memory; beside a trainer on the same GPU, what is left after an estimate of the trainer's need."""
     graphs: bool = True
     """GPU: capture decode steps as CUDA graphs."""
     compile: bool = True

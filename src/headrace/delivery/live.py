@@ -61,6 +61,14 @@ class DeviceSide:
         self._prepare(plan, place)
         self._copies.prepare(plan.digest, live, place)
 
+    def digest(self, plan: PackingPlan, weights: _Tensors) -> int:
+        """Return the digest of these weights, which keep their addresses, after waiting for it.
+
+        It is computed on the current stream of the GPU that holds the weights.
+        """
+        prepared = self._prepare(plan, weights)
+        return prepared.value(prepared.launch())
+
     def digest_staged(self, plan: PackingPlan, live: _Tensors, staged: _Tensors) -> int:
         """Return the digest of the staged weights, after waiting for it.
 

@@ -159,6 +159,7 @@ def token_delta(
     version: int,
     finish: FinishReason | None = None,
     error: str = "",
+    kept: Kept | None = None,
 ) -> Delta:
     """Make a delta whose tokens all have the same version."""
     return Delta(
@@ -168,6 +169,7 @@ def token_delta(
         versions=np.full(len(token_ids), version, np.int32),
         finish=finish,
         error=error,
+        kept=kept,
     )
 
 

@@ -242,6 +242,9 @@ class RunSession:
             waits.moved()
             facts = fleet.facts(TRAINER)
             self.progress.note(f"weights travel by {facts['transport']} ({facts['transport_why']})")
+            for name in workers.engines:
+                if method := fleet.facts(name).get("quantization"):
+                    self.progress.note(f"{name} quantises its weights ({method}); only the canary checks the result")
             controller = self._assemble(workers, waits)
             for line in Checkpoint.of(facts).notes:
                 self.progress.note(line)
@@ -315,6 +318,7 @@ class RunSession:
         journal.meta("outcome", "running")
         journal.meta("lag_bound", parts.window.lag_bound)
         journal.meta("no_mps", workers.mps.missing or None)
+        journal.meta("engines", {name: workers.fleet.facts(name) for name in workers.engines})
         return Controller(parts)
 
     def _make_gateway(self, workers: Workers, pool: EnginePool) -> Relay | None:

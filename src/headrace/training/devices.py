@@ -20,8 +20,11 @@ def compute_dtype(training: TrainingConfig, device: torch.device) -> str:
 
 
 def engine_device(config: Config) -> str:
-    """Return the device on which engines take weights, on this host. Servers take them from the host's memory."""
-    if config.engine.kind == "vllm":
+    """Return the device on which engines take weights, on this host.
+
+    It is the CPU for servers that run already, because nothing is known of their devices.
+    """
+    if config.engine.urls:
         return "cpu"
     on_gpu = config.engine.device == "cuda" or (config.engine.device == "auto" and torch.cuda.is_available())
     return "cuda" if on_gpu else "cpu"

@@ -153,7 +153,7 @@ def make_publisher(link: WorkerLink, config: Config, built: Built) -> Publisher:
         ranks.rank if ranks else 0,
         trainer=str(ranks.device) if ranks else built.device,
         engines=engine_device(config),
-        receivers=config.engine.processes,
+        receivers=config.engine.processes * config.engine.gpus_per_engine,  # every worker of a server receives
         relays=ranks is None,  # an engine can relay the whole model, but not the parts in which it arrived
         own_address=link.own_address,
         trusted_network=config.cluster.trusted_network,

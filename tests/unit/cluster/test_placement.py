@@ -149,12 +149,12 @@ CASES: dict[str, tuple[tuple[str, ...], list[Host], dict[str, str]]] = {
     "3 engines of 2 GPUs + 2": (
         (*VLLM, "engine.gpus=6", "engine.gpus_per_engine=2", "training.gpus=1"),
         [host(8)],
-        workers(trainer="7", engine="0,1 2,3 4,5"),
+        workers(trainer="7", engine="0,1 2,3 4,5", maps="7"),
     ),
     "servers that run already take none of ours": (
         ("engine.kind=vllm", 'engine.urls=["http://a:1", "http://b:1"]'),
         [host(2)],
-        workers(trainer="1", engine="localhost localhost"),
+        workers(trainer="0 1", engine="localhost localhost"),
     ),
     "two hosts of 8": (
         ("engine.gpus=12", "training.gpus=4"),

@@ -8,9 +8,12 @@ import msgspec
 import pytest
 from vllm_stub import FACTS, Stub, serving
 
+from headrace.config import Config, make_config
+from headrace.config.model_dir import model_facts
 from headrace.config.schema import EngineConfig
 from headrace.engines.vllm.building import check_hosts, examine, refusals
 from headrace.engines.vllm.client import VllmClient
+from headrace.engines.vllm.memory import Budget, budget
 from headrace.engines.vllm.server import VllmServer, check_interpreter, choose_port, last_word
 from headrace.errors import UserError
 from headrace_vllm_plugin.wire import Facts
@@ -19,6 +22,10 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"logprobs_mode": "raw_logprobs"}, "start it with --logprobs-mode processed_logprobs"),
     ({"backend": "nccl"}, "(weight transfer: nccl): start it with --weight-transfer-config"),
     ({"backend": ""}, "(weight transfer: none)"),
+    (
+        {"quantized_checkpoint": True, "quantization": "fp8"},
+        "the files of its model hold weights that are quantised already (fp8)",
+    ),
     ({"vocabulary": 49152}, "another model than [model] path: stub has a vocabulary of 49152, not 64"),
     ({"dtype": "bfloat16"}, "start it with --dtype float32"),
     ({"position_noise": False}, "start it with --logits-processors headrace_vllm_plugin.noise:PositionNoise"),
@@ -104,6 +111,71 @@ def test_the_cache_holds_every_slot_at_its_longest(tmp_path: Path) -> None:
     per_token = 2 * 3 * 2 * 64 * 4  # keys and values, layers, heads, head size, bytes
     command = made(tmp_path).arguments("python", 1)
     assert int(command[command.index("--kv-cache-memory-bytes") + 1]) >= 8 * 128 * per_token
+
+
+def value(command: list[str], option: str) -> str:
+    return command[command.index(option) + 1]
+
+
+def test_several_workers_divide_the_model(tmp_path: Path) -> None:
+    assert "--tensor-parallel-size" not in made(tmp_path).arguments("python", 1)
+    server = made(tmp_path, gpus_per_engine=2)
+    assert value(server.arguments("python", 1), "--tensor-parallel-size") == "2"
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in server.environment(), "each of them needs a process"
+
+
+GIB = 1 << 30
+
+
+def configured(*settings: str) -> Config:
+    given = {"model": {"path": "examples/quickstart/model", "weights": "random"}, "task": {"kind": "gym", "name": "x"}}
+    return make_config(given, ["engine.kind=vllm", "engine.python=python", "engine.device=cuda", *settings])
+
+
+def test_a_server_beside_the_trainer_gets_what_the_trainer_leaves(tmp_path: Path) -> None:
+    """vLLM must not measure: the trainer takes and frees memory at the same time."""
+    config = configured("engine.slots=8", "engine.max_length=100")
+    found = budget(config, 80 * GIB, ("trainer-0",))
+    assert found is not None and 0 < found.share < 0.9
+    per_token = 2 * 3 * 2 * 64 * 4
+    assert 8 * 100 * per_token <= found.cache_bytes < 2 * 8 * 100 * per_token, "no more than the slots can use"
+    server = made(tmp_path)
+    server.config = config.engine
+    server.budget = found
+    command = server.arguments("python", 1)
+    assert int(value(command, "--kv-cache-memory-bytes")) == found.cache_bytes
+    assert float(value(command, "--gpu-memory-utilization")) == pytest.approx(found.share, abs=1e-4)
+    # On a small GPU the cache is what is left.
+    most = configured("engine.cache_tokens=40000000")
+    small, large = (budget(most, size * GIB, ("trainer-0",)) for size in (24, 40))
+    assert small is not None and large is not None and small.cache_bytes < large.cache_bytes
+
+
+def test_a_server_of_its_own_leaves_room_for_the_weights_that_it_stages() -> None:
+    config, total = configured(), 40 * GIB
+    alone = budget(config, total)
+    assert alone is not None and alone.cache_bytes == 0, "vLLM measures"
+    parameters = model_facts(Path("examples/quickstart/model"), "random").parameters
+    assert alone.share == pytest.approx(0.92 - 4 * parameters / total)
+    given = budget(configured("engine.memory_fraction=0.5"), total)
+    assert given is not None and given.share == pytest.approx(0.5 - 4 * parameters / total)
+    # Two workers read their slices where the trainer wrote them.
+    two = budget(configured("engine.memory_fraction=0.5", "engine.gpus_per_engine=2"), total)
+    assert two is not None and two.share == 0.5
+    both = budget(configured(), total, ("engine-1",))
+    assert both is not None and both.share == pytest.approx(0.45 - 4 * parameters / total)
+
+
+def test_a_server_that_does_not_fit_is_refused_in_one_line() -> None:
+    line = r"^\[engine\] memory_fraction: a vLLM server gets \d+\.\d GiB of a GPU of 10 GiB beside trainer-0, and "
+    with pytest.raises(UserError, match=line) as caught:
+        budget(configured("engine.memory_fraction=0.2"), 10 * GIB, ("trainer-0",))
+    assert "\n" not in str(caught.value)
+
+
+def test_of_an_unknown_gpu_only_the_given_share_is_known() -> None:
+    assert budget(configured(), 0) is None
+    assert budget(configured("engine.memory_fraction=0.4"), 0) == Budget(0.4)
 
 
 def test_interpreters_and_ports(tmp_path: Path) -> None:

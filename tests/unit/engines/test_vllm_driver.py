@@ -203,3 +203,23 @@ async def test_what_fails_after_the_swap_serves_nothing_until_a_version_is_prove
         assert (await run.engine.load(manifest(3))).accepted
         await run.begun("a", len(known) + 3)
         assert set(run.versions("a")) == {1, 3}
+
+
+@pytest.mark.parametrize(
+    ("second", "quarantined", "reason"),
+    [
+        ({"headrace_staged": {"error": "version 2 arrived wrong"}}, False, "version 2 arrived wrong"),
+        ({"headrace_stage": {"error": "version 1 is under way"}}, False, "version 1 is under way"),
+        ({"headrace_live": {"wrong": ["q_proj"]}}, True, "the live weights differ from what was staged: q_proj"),
+        ({"headrace_live": {"missing": ["norm"]}}, True, "version 2 does not fill norm"),
+    ],
+)
+async def test_a_version_is_proved_only_if_all_workers_prove_it(
+    second: dict[str, dict[str, object]], quarantined: bool, reason: str
+) -> None:
+    async with driven() as run:
+        run.stub.second = second
+        proof = await run.engine.load(manifest(2))
+        assert (proof.accepted, proof.quarantined, proof.reason) == (False, quarantined, reason)
+        run.stub.second = {method: {} for method in second}
+        assert (await run.engine.load(manifest(3))).accepted

@@ -13,6 +13,7 @@ from headrace.engines.base import Request, Sampling
 from headrace.engines.requests import first_stop
 from headrace.engines.vllm.client import AnswerPiece, VersionSpan
 from headrace.engines.vllm.engine import VllmSequence, refusal, sampling_params, wrong_version
+from headrace.errors import ChannelError
 
 TOKENS = st.lists(st.integers(0, 3), max_size=12)
 STOPS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple), max_size=3).map(tuple)
@@ -38,6 +39,47 @@ def test_every_parameter_is_passed() -> None:
     assert list(params["logit_bias"]) == ["2"], "a token that does not exist forbids nothing"
     assert np.exp(np.float32(30 + params["logit_bias"]["2"])) == 0.0
     assert params["logprobs"] == 0 and params["ignore_eos"] is True and json.loads(json.dumps(params)) == params
+
+
+KEPT = msgspec.structs.replace(FACTS, kept=True, truncation=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "rules"),
+    [
+        ({"top_k": 5, "record_kept": True}, {"temperature": 1.0, "top_k": 5, "top_p": 1.0}),
+        ({"top_p": 0.9, "record_kept": True}, {"temperature": 1.0, "top_k": 64, "top_p": 0.9}),
+        ({"temperature": 0.7}, {"temperature": 0.7, "top_k": 64, "top_p": 1.0}),
+        ({"temperature": 0.0, "top_k": 3}, {"temperature": 1.0, "top_k": 1}),
+    ],
+)
+def test_a_server_that_reports_kept_sets_is_always_told_how_many(
+    options: dict[str, object], rules: dict[str, float]
+) -> None:
+    """vLLM demands a temperature and a top_k of every request then."""
+    params = sampling_params(Sampling(max_tokens=4, **options), 4, KEPT)  # type: ignore[arg-type]
+    assert {name: params[name] for name in ("temperature", "top_k", "top_p") if name in params} == rules
+    wide = msgspec.structs.replace(KEPT, vocabulary=5000)
+    assert sampling_params(Sampling(max_tokens=4, top_p=0.9, record_kept=True), 4, wide)["top_k"] == 1024
+
+
+def test_kept_sets_come_with_their_tokens() -> None:
+    request = Request(
+        id="a",
+        token_ids=np.array([1], np.int32),
+        sampling=Sampling(max_tokens=9, top_k=3, forbidden=(6,), stop_sequences=((8, 9),), record_kept=True),
+    )
+    assert refusal(request, KEPT, 64) == ""
+    assert "--return-sampling-mask lets it say so" in refusal(request, FACTS, 64)
+    piece = AnswerPiece(token_ids=[5, 8, 9, 4], logprobs=[-1.0] * 4, kept=[[7, 5], [8], [6, 9, 2], [4]])
+    delta = VllmSequence(request, 0).take(piece, 1)
+    assert delta is not None and delta.kept is not None and delta.token_ids.tolist() == [5, 8, 9]
+    assert delta.kept.counts.tolist() == [2, 1, 2] and delta.kept.token_ids.tolist() == [5, 7, 8, 2, 9]
+    with pytest.raises(ChannelError, match="1 tokens with 0 kept sets"):
+        VllmSequence(request, 0).take(AnswerPiece(token_ids=[5], logprobs=[-1.0]), 1)
+    greedy = msgspec.structs.replace(request, sampling=Sampling(max_tokens=9, temperature=0.0, record_kept=True))
+    delta = VllmSequence(greedy, 0).take(AnswerPiece(token_ids=[5], logprobs=[0.0], kept=[[5]]), 1)
+    assert delta is not None and delta.kept is not None and delta.kept.counts.tolist() == [0]
 
 
 NOTHING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}

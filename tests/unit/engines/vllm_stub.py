@@ -42,6 +42,8 @@ class Stub:
         self.faults: deque[str] = deque()
         """For the next generations: "500", "400", or "break:N" (the connection breaks after N tokens)."""
         self.staging_error = ""
+        self.second: dict[str, dict[str, Any]] = {}
+        """By method, how the answer of a second worker differs from that of the first."""
         self.statuses: dict[str, tuple[int, Any]] = {}
         """Answers of paths that are not what they should be."""
         self.url = ""
@@ -85,7 +87,9 @@ class Stub:
         elif name == "/prompts":
             _reply(writer, {"prompts": self.prompts, "under_way": self.under_way})
         elif name == "/collective_rpc":
-            _reply(writer, {"results": [self.rpc(body["method"], body["kwargs"])]})
+            answer = self.rpc(body["method"], body["kwargs"])
+            second = [{**answer, **self.second[body["method"]]}] if body["method"] in self.second else []
+            _reply(writer, {"results": [answer, *second]})
         else:
             self.control(path, body)
             _reply(writer, {})

@@ -371,7 +371,6 @@ class Transport:
     needs_gpu = True
     on_device = True
     crosses_hosts = False
-    for_servers = False
 
     def sender(self, settings: SenderSettings) -> Sender:
         """See `base.Transport.sender`."""

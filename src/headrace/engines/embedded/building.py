@@ -7,7 +7,6 @@ controller, and a slow controller never delays a decode step.
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,8 +18,7 @@ from headrace.channel.turns import FILE as TURNS
 from headrace.channel.turns import EngineTurns
 from headrace.channel.vital import vital_thread
 from headrace.channel.worker_link import Incoming, WorkerLink
-from headrace.config.memory import MARGIN_BYTES, engine_share, longest_sequence, teacher_facts, trainer_memory
-from headrace.config.model_dir import model_facts
+from headrace.config.memory import EVERY_ENGINE, longest_sequence, share_beside_trainer
 from headrace.config.schema import Config, LoraConfig
 from headrace.delivery.digest import digest_as
 from headrace.delivery.transports.tcp_wire import KEYS
@@ -28,42 +26,10 @@ from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.engine import EngineLoop
 from headrace.engines.embedded.setup import give_way_to_decoding
 from headrace.engines.serving import Submit, begin, send_deltas
-from headrace.errors import UserError
 from headrace.models.attention import check_model
 from headrace.models.loading import choose_device, load_model, named_weights
 from headrace.models.lora import Adapter, frozen_linears
 from headrace.models.rounding import round_weights
-
-EVERY_ENGINE = 0.9
-"""The share of a GPU's memory that the engines on it take together, if there are several and no trainer."""
-_SMALLER_TRAINER = "lower [training] micro_batch_tokens, set activation_checkpointing or offload, or take more ranks"
-
-
-def share_beside_trainer(config: Config, total: int, count: int = 1) -> float:
-    """Return the share of a GPU of `total` bytes that each of `count` engines may take beside the trainer.
-
-    The share is `[engine] memory_fraction`, or else what the trainer is estimated to leave. Raises `UserError` if
-    trainer and engines do not fit together.
-    """
-    facts, teacher = model_facts(Path(config.model.path), config.model.weights), teacher_facts(config)
-    needed = trainer_memory(config, facts, teacher).total
-    given = config.engine.memory_fraction
-    if given is None:
-        share = engine_share(config, facts, total, teacher, engines=count)
-        if share <= 0:
-            raise UserError(
-                f"trainer and engine do not fit on one GPU of {total / 2**30:.0f} GiB: the trainer is estimated to need"
-                f" {needed / 2**30:.1f} GiB, and {MARGIN_BYTES / 2**30:.0f} GiB are a margin ({_SMALLER_TRAINER})"
-            )
-        return share
-    # No margin is counted, because a user who sets the fraction has decided on the margin.
-    if needed + round(given * total) * count > total:
-        raise UserError(
-            f"[engine] memory_fraction = {given:g}: {f'{count} engines take' if count > 1 else 'the engine takes'}"
-            f" {given * count * total / 2**30:.1f} GiB of a GPU of {total / 2**30:.0f} GiB, and the trainer is"
-            f" estimated to need {needed / 2**30:.1f} GiB (lower it, or {_SMALLER_TRAINER})"
-        )
-    return given
 
 
 def _round_as_the_trainer(model: Any, config: Config, lora: LoraConfig) -> None:

@@ -21,12 +21,23 @@ from headrace.config import Config
 from headrace.config.declared import transport_facts
 from headrace.config.memory import longest_sequence
 from headrace.config.model_dir import model_facts
+from headrace.config.schema import RolloutsConfig
 from headrace.delivery.setup import choose
 from headrace.delivery.transports.tcp_wire import KEYS
 from headrace.engines.serving import EventLoopServer, Opened
 from headrace.engines.vllm.client import VllmClient
-from headrace.engines.vllm.engine import VllmEngine
-from headrace.engines.vllm.server import EXTENSION, KEY_VARIABLE, NOISE, TRANSFER, VllmServer, check_server, until_there
+from headrace.engines.vllm.engine import KEPT_HINT, VllmEngine
+from headrace.engines.vllm.memory import budget
+from headrace.engines.vllm.server import (
+    EXTENSION,
+    KEY_VARIABLE,
+    NOISE,
+    TRANSFER,
+    VllmServer,
+    check_server,
+    on_cpu,
+    until_there,
+)
 from headrace.errors import ChannelError, HttpError, UserError
 from headrace_vllm_plugin.wire import BACKEND, PROTOCOL, Facts
 
@@ -34,13 +45,16 @@ OLDEST = (0, 32)
 """The first version of vLLM that has token-in/token-out, spans of weight versions and pluggable weight transfer."""
 
 
-def serve(link: WorkerLink, config: Config) -> None:
-    """Start this rank's vLLM server or attach to it, and serve it until the controller sends `Stop`."""
-    EventLoopServer(link, lambda: _opened(link, config)).run()
+def serve(link: WorkerLink, config: Config, gpu_memory: int = 0) -> None:
+    """Start this rank's vLLM server or attach to it, and serve it until the controller sends `Stop`.
+
+    `gpu_memory` is the memory of each of its GPUs in bytes; 0 if it has none, or the memory is not known.
+    """
+    EventLoopServer(link, lambda: _opened(link, config, gpu_memory)).run()
 
 
 @asynccontextmanager
-async def _opened(link: WorkerLink, config: Config) -> AsyncIterator[Opened]:
+async def _opened(link: WorkerLink, config: Config, gpu_memory: int) -> AsyncIterator[Opened]:
     rank = int(link.name.rpartition("-")[2])  # The name of a worker process ends in its rank: engine-0.
     model = model_facts(Path(config.model.path), config.model.weights)
     max_length = longest_sequence(config.engine.max_length, model.max_positions)
@@ -61,6 +75,8 @@ async def _opened(link: WorkerLink, config: Config) -> AsyncIterator[Opened]:
                 dtype=config.model.dtype,
                 seed=config.run.seed,
                 rank=rank,
+                record_kept=config.rollouts.truncates,
+                budget=None if on_cpu(config.engine) else budget(config, gpu_memory, link.neighbours),
             )
             with link.spans.span("load"):
                 server.start()
@@ -76,6 +92,8 @@ async def _opened(link: WorkerLink, config: Config) -> AsyncIterator[Opened]:
                 await until_there(client, config.pipeline.start_seconds if begun else 0.0)
             link.phase = "examining vLLM"
             facts = await examine(client, vocabulary=model.vocabulary, dtype=config.model.dtype, max_length=max_length)
+            if reason := truncation_refusal(config.rollouts, facts):
+                raise UserError(f"{url}: {reason}")
             engine = VllmEngine(
                 client,
                 facts,
@@ -88,11 +106,21 @@ async def _opened(link: WorkerLink, config: Config) -> AsyncIterator[Opened]:
                 spans=link.spans,
                 scaling=None if config.lora is None else config.lora.scaling,
             )
-            link.ready(parameters=model.parameters)
+            link.ready(parameters=model.parameters, **described(facts))
             yield Opened(engine, partial(check_server, client, None if server is None else server.check))
     finally:
         if server is not None:
             await server.stop()
+
+
+def described(facts: Facts) -> dict[str, str | int]:
+    """Return what the record of a run says about a server."""
+    found: dict[str, str | int] = {"vllm": facts.vllm, "device": facts.device, "workers": facts.workers}
+    if facts.quantization:
+        found["quantization"] = facts.quantization
+    if facts.cache_dtype != "auto":
+        found["cache_dtype"] = facts.cache_dtype
+    return found
 
 
 async def examine(client: VllmClient, *, vocabulary: int, dtype: str, max_length: int) -> Facts:
@@ -121,6 +149,11 @@ def refusals(facts: Facts, *, vocabulary: int, dtype: str, max_length: int) -> l
         )
     if facts.dtype != dtype:
         found.append(f"it serves in {facts.dtype}, not in [model] dtype: start it with --dtype {dtype}")
+    if facts.quantized_checkpoint:
+        found.append(
+            f"the files of its model hold weights that are quantised already ({facts.quantization}), and a trainer "
+            "publishes plain ones: serve a directory of plain weights, which --quantization lets the server quantise"
+        )
     if facts.logprobs_mode.split(".")[-1].lower() != "processed_logprobs":
         found.append(
             f"its log-probabilities are {facts.logprobs_mode.split('.')[-1].lower()}, not of the distribution that "
@@ -141,6 +174,17 @@ def refusals(facts: Facts, *, vocabulary: int, dtype: str, max_length: int) -> l
     return found
 
 
+def truncation_refusal(rollouts: RolloutsConfig, facts: Facts) -> str:
+    """Return why a server with these facts cannot draw the answers of a run, or an empty string if it can."""
+    if not rollouts.truncates:
+        return ""
+    if not facts.kept:
+        return f"[rollouts] top_k, top_p, min_p: it cannot say which tokens truncation kept ({KEPT_HINT})"
+    if rollouts.min_p > 0 and rollouts.top_p < 1:
+        return "[rollouts] min_p together with top_p: vLLM's second model runner applies them in another order"
+    return ""
+
+
 def check_hosts(urls: list[str], transport: str) -> None:
     """Raise `UserError` if one of these servers is on another host that the transport does not reach."""
     far = [url for url in urls if (urlsplit(url).hostname or "") not in ("localhost", "127.0.0.1", "::1")]
@@ -154,6 +198,7 @@ def check_hosts(urls: list[str], transport: str) -> None:
 async def _hello(client: VllmClient) -> Facts:
     url = client.url
     try:
+        # Workers of one server differ in nothing but the slices of the weights that they hold.
         return (await client.rpc("headrace_hello", Facts))[0]
     except HttpError as error:
         if error.status in (401, 403):
@@ -175,7 +220,7 @@ async def _hello(client: VllmClient) -> Facts:
 async def _check_tokens(client: VllmClient) -> None:
     """Generate one token as a run does. The endpoint must exist, and must say which weights drew the token."""
     url = client.url
-    params = {"max_tokens": 1, "logprobs": 0, "detokenize": False, "ignore_eos": True}
+    params = {"max_tokens": 1, "top_k": 1, "logprobs": 0, "detokenize": False, "ignore_eos": True}
     try:
         pieces = [piece async for piece in client.generate("headrace-check", [0], params, salt="headrace-check")]
     except HttpError as error:

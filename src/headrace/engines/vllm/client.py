@@ -28,7 +28,7 @@ from headrace.types import NO_VERSION, Float32Array
 from headrace_vllm_plugin.wire import FetchOrder, Live, StagingState
 
 CONNECT_SECONDS = 10.0
-POLL_SECONDS = 0.02
+POLL_SECONDS = 0.005
 STREAMS = 256
 CONTROLS = 16
 """The number of connections beside the streams, so that a health check or an abort never waits for a stream to end."""
@@ -53,6 +53,8 @@ class AnswerPiece(msgspec.Struct, kw_only=True):
     logprobs: list[float]
     finish: str | None = None
     spans: list[VersionSpan] | None = None
+    kept: list[list[int]] | None = None
+    """For each token, the tokens that truncation kept, if the server says so."""
 
 
 class _Logprob(msgspec.Struct):
@@ -69,6 +71,7 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
     weight_versions: list[VersionSpan] | None = None
+    sampling_mask: list[list[int]] | None = None
 
 
 class _Cached(msgspec.Struct):
@@ -132,7 +135,8 @@ class VllmClient:
 
     async def score(self, token_ids: Sequence[int]) -> Float32Array:
         """Return the untempered log-probabilities of tokens 1..n, computed without the prefix cache."""
-        params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
+        # The token that is drawn does not matter. A server that reports kept sets demands a `top_k`.
+        params = {"max_tokens": 1, "top_k": 1, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
         body = {"token_ids": list(token_ids), "sampling_params": params}
         answer = await self.call("POST", "/inference/v1/generate", body, timeout=self._deadline)
         found = answer.get("prompt_logprobs") if isinstance(answer, dict) else None
@@ -290,9 +294,8 @@ class Delivery:
         if version <= self._proved:
             return f"version {version} is out of order: version {self._proved} is live"
         wanted = "full" if self._scaling is None else "adapter"
-        if manifest.kind != wanted or manifest.parts:
-            held = "in several places" if manifest.parts else f"of kind {manifest.kind}, not {wanted}"
-            return f"version {version} is {held}, which this engine does not take"
+        if manifest.kind != wanted:
+            return f"version {version} is of kind {manifest.kind}, not {wanted}, which this engine does not take"
         if self._plan not in (None, manifest.plan_digest):
             return f"version {version} has other names or shapes than version {self._proved}"
         try:
@@ -327,7 +330,7 @@ class Delivery:
             self._proved = manifest.version
             self._tolerance.proved(manifest.canary, error)
             self._plan = manifest.plan_digest
-        whole = [one for one in live if not one.hidden]
+        whole = [one for one in live if not one.hidden and not one.cut]
         return Proof(
             engine=self._engine,
             version=manifest.version,
@@ -335,7 +338,7 @@ class Delivery:
             quarantined=bool(reason),
             reason=reason,
             staged_digest=self._staged_digest,
-            live_digest=whole[0].digest if whole else 0,
+            live_digest=whole[0].digest if whole and self._scaling is None else 0,
             canary_error=error,
             stage_seconds=self._stage_seconds,
             swap_seconds=time.monotonic() - started,
@@ -350,6 +353,7 @@ class Delivery:
             entries=manifest.entries,
             plan_digest=manifest.plan_digest,
             digest=manifest.digest,
+            parts=manifest.parts,
             keys=self._keys,
             scaling=self._scaling,
             base_digest=manifest.base_digest,
@@ -373,11 +377,14 @@ def _piece(choice: _Choice) -> AnswerPiece:
     token_ids = choice.token_ids or []
     if [one.token_id for one in content] != token_ids:
         raise ChannelError("a server sent tokens without their log-probabilities")
+    if choice.sampling_mask is not None and len(choice.sampling_mask) != len(token_ids):
+        raise ChannelError(f"a server sent {len(token_ids)} tokens with {len(choice.sampling_mask)} kept sets")
     return AnswerPiece(
         token_ids=token_ids,
         logprobs=[one.logprob for one in content],
         finish=choice.finish_reason,
         spans=choice.weight_versions,
+        kept=choice.sampling_mask,
     )
 
 

@@ -24,15 +24,26 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from headrace.delivery.base import Manifest, Proof
-from headrace.engines.base import Counters, Delta, FinishReason, Interrupt, Request, Sampling, token_delta
+from headrace.engines.base import (
+    KEPT_LIMIT,
+    Counters,
+    Delta,
+    FinishReason,
+    Interrupt,
+    Request,
+    Sampling,
+    token_delta,
+)
 from headrace.engines.requests import first_stop, request_refusal
 from headrace.engines.streams import StreamedEngine
 from headrace.engines.vllm.client import AnswerPiece, Delivery, VllmClient
-from headrace.engines.vllm.server import NOISE
+from headrace.engines.vllm.server import KEPT, NOISE
 from headrace.errors import ChannelError, DeadlineError, HttpError, UserError, one_line
 from headrace.observe.spans import SpanRecorder
-from headrace.types import NO_VERSION, Float32Array, Int32Array
+from headrace.types import NO_VERSION, Float32Array, Int32Array, Kept
 from headrace_vllm_plugin.wire import TRUNCATION, Facts
 
 GRACE_SECONDS = 0.5
@@ -46,6 +57,8 @@ _FINISHES: dict[str, FinishReason] = {"length": "length", "stop": "stop"}
 
 Cut = Literal["", "recall", "abort"]
 """Why a stream is ended from our side. `recall`: the request continues later. `abort`: the request ends."""
+
+KEPT_HINT = f"{KEPT} lets it say so, with vLLM's second model runner, which needs a GPU"
 
 FORBID = -1e30
 """The bias that is added to the logit of a forbidden token. Its probability becomes 0 in float32, and JSON can express
@@ -95,7 +108,8 @@ class VllmSequence:
             self.failures = 0
         if not tokens and finish is None:
             return None
-        return token_delta(self.request.id, tokens, piece.logprobs[:end], version, finish)
+        kept = kept_sets(self.request.sampling, len(tokens), piece.kept) if self.request.sampling.record_kept else None
+        return token_delta(self.request.id, tokens, piece.logprobs[:end], version, finish, kept=kept)
 
 
 class VllmEngine(StreamedEngine):
@@ -372,8 +386,8 @@ def refusal(request: Request, facts: Facts, max_length: int) -> str:
     """Return why this request cannot be served, or an empty string if it can."""
     if reason := request_refusal(request, facts.vocabulary, max_length):
         return reason
-    if request.sampling.record_kept:
-        return "record_kept: this vLLM server cannot say which tokens truncation kept"
+    if request.sampling.record_kept and not facts.kept:
+        return f"record_kept: this vLLM server cannot say which tokens truncation kept ({KEPT_HINT})"
     # The order of `top_k` and `min_p` alone makes no difference: the tokens that both keep are kept.
     if not facts.truncation and _together(request.sampling) and request.sampling.top_p < 1:
         return (
@@ -388,11 +402,18 @@ def sampling_params(sampling: Sampling, max_tokens: int, facts: Facts) -> dict[s
     forbidden = {str(token): FORBID for token in sampling.forbidden if 0 <= token < facts.vocabulary}
     singles = [stop[0] for stop in sampling.stop_sequences if len(stop) == 1]
     rules: dict[str, Any] = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+    temperature = sampling.temperature
     if facts.truncation and _together(sampling):
         rules = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "extra_args": {TRUNCATION: rules}}
+    elif facts.kept and temperature == 0:
+        # Such a server draws nothing greedily. The best token alone is the same token.
+        temperature, rules = 1.0, {"top_k": 1}
+    elif facts.kept:
+        most = KEPT_LIMIT if sampling.record_kept else facts.vocabulary
+        rules["top_k"] = min(sampling.top_k or most, most, facts.vocabulary)
     return {
         "max_tokens": max_tokens,
-        "temperature": sampling.temperature,
+        "temperature": temperature,
         **rules,
         "seed": sampling.seed & (1 << 63) - 1,
         "stop_token_ids": sorted({*sampling.stop_token_ids, *singles}),
@@ -402,6 +423,20 @@ def sampling_params(sampling: Sampling, max_tokens: int, facts: Facts) -> dict[s
         "detokenize": False,
         "skip_special_tokens": False,
     }
+
+
+def kept_sets(sampling: Sampling, count: int, kept: list[list[int]] | None) -> Kept:
+    """Return the kept sets of the first `count` tokens. Greedy sampling truncates nothing."""
+    if sampling.temperature == 0:
+        return Kept(counts=np.zeros(count, np.int32), token_ids=np.zeros(0, np.int32))
+    # A forbidden token has a probability of 0, and the server does not know that it was cut.
+    sets = [sorted(set(each) - set(sampling.forbidden)) for each in (kept or [])[:count]]
+    if len(sets) != count:
+        raise ChannelError(f"a server sent {count} tokens with {len(sets)} kept sets")
+    return Kept(
+        counts=np.array([len(each) for each in sets], np.int32),
+        token_ids=np.array([token for each in sets for token in each], np.int32),
+    )
 
 
 def wrong_version(piece: AnswerPiece, version: int) -> str:

@@ -16,15 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.channel.worker_side import die_with_parent
+from headrace.config.memory import runs_on_gpu
 from headrace.config.model_dir import model_facts
 from headrace.config.schema import EngineConfig
 from headrace.engines.vllm.client import VllmClient
+from headrace.engines.vllm.memory import Budget
 from headrace.errors import ChannelError, DeadlineError, HttpError, PeerDied, UserError
 from headrace_vllm_plugin import ORPHANS
 
 EXTENSION = "headrace_vllm_plugin.worker.HeadraceWorker"
 TRANSFER = '{"backend": "headrace"}'
 NOISE = "headrace_vllm_plugin.noise:PositionNoise"
+KEPT = "--return-sampling-mask"
 KEY_VARIABLE = "VLLM_API_KEY"
 HOST = "127.0.0.1"
 MODEL_NAME = "policy"
@@ -76,6 +79,10 @@ class VllmServer:
     dtype: str = "float32"
     seed: int = 0
     rank: int = 0
+    record_kept: bool = False
+    """Whether the server must say which tokens truncation kept."""
+    budget: Budget | None = None
+    """The GPU memory of the server; None leaves it to vLLM."""
     url: str = field(default="", init=False)
     """The URL of the server, after `start`."""
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
@@ -133,7 +140,15 @@ class VllmServer:
             # Only vLLM's first model runner needs this processor. The second one, which needs a GPU, draws noise by
             # position without it, and takes no processors of this kind.
             command += ["--logits-processors", NOISE, "--block-size", str(self._block())]
-        if on_cpu(config) or config.cache_tokens:
+        if self.record_kept:
+            command += [KEPT]
+        if config.gpus_per_engine > 1:
+            command += ["--tensor-parallel-size", str(config.gpus_per_engine)]
+        if self.budget is not None:
+            command += ["--gpu-memory-utilization", f"{self.budget.share:.4f}"]
+        if self.budget is not None and self.budget.cache_bytes:
+            command += ["--kv-cache-memory-bytes", str(self.budget.cache_bytes)]
+        elif on_cpu(config) or config.cache_tokens:
             command += ["--kv-cache-memory-bytes", str(self._cache_bytes())]
         if config.prefill_chunk:
             command += ["--max-num-batched-tokens", str(max(config.prefill_chunk, config.slots))]
@@ -157,7 +172,7 @@ class VllmServer:
             ours["OMP_NUM_THREADS"] = str(self.config.threads)
             # By default, vLLM would bind every server of a fleet to the same cores and use all of them.
             ours[BINDING] = os.environ.get(BINDING, UNBOUND)
-            if ours[BINDING] == UNBOUND:
+            if ours[BINDING] == UNBOUND and self.config.gpus_per_engine == 1:
                 # A worker needs its own process only to be bound to cores. Without it, one process less is started.
                 ours[SPLIT] = os.environ.get(SPLIT, "0")
         return {**theirs, **ours}
@@ -250,7 +265,7 @@ async def _trouble(client: VllmClient, *, may_be_slow: bool) -> str:
 
 def on_cpu(config: EngineConfig) -> bool:
     """Return whether vLLM will compute on a CPU. `auto` looks for an NVIDIA driver, because torch is not loaded."""
-    return config.device == "cpu" or (config.device == "auto" and not Path("/proc/driver/nvidia/version").is_file())
+    return not runs_on_gpu(config.device)
 
 
 def check_interpreter(python: str) -> Path:
