@@ -70,7 +70,7 @@ Some rules concern several keys. Breaking one of them is an error too:
 | `[buffer] filter` | `"zero_variance"` needs `[rollouts] group_size` of at least 2. |
 | `[rollouts] group_size` | At least 2, except for advantage `"reinforce_plus_plus"` or loss `"distillation"`. |
 | `[rollouts] min_group` | It must be at least 2 (1 if `group_size` is 1), and at most `group_size`. |
-| `[rollouts] top_k`, `top_p`, `min_p` | They are refused for agents and for vLLM. |
+| `[rollouts] top_k`, `top_p`, `min_p` | They are refused for agents, and for vLLM on a CPU. |
 | `[algorithm]` | A key that neither the chosen loss nor the chosen corrections read must not be set. |
 | `[algorithm] overlong_buffer` | It must not be above `[rollouts] max_tokens`. |
 | `[engine] cache_tokens` | The cache must hold one answer of `max_tokens` and one more block. |

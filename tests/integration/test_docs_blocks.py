@@ -84,7 +84,7 @@ MESSAGES = {
     "[buffer] correct_above: says where [algorithm] corrections apply, and there are none": ["buffer.correct_above=1"],
     "[buffer] oversample: makes up for groups that are filtered, and filter is empty": ["buffer.oversample=2"],
     'headrace: train.jsonl, line 4 has no "prompt" (it has: question)': ["task.path=train.jsonl"],
-    'headrace: [engine] kind = "vllm" does not go together with [rollouts] top_k, top_p or min_p': [
+    'headrace: [engine] kind = "vllm" does not go together with [rollouts] top_k, top_p or min_p on a CPU': [
         "engine.kind=vllm", "engine.python=python", "rollouts.top_k=4",
     ],
 }  # fmt: skip
