@@ -109,7 +109,7 @@ async def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any
         max_length=options.max_length,
         weights="random",
         dtype=dtype,
-        budget=Budget(0.3, 8 * GIB) if options.device == "cuda" else None,
+        budget=Budget(0.4, 24 * GIB) if options.device == "cuda" else None,
     )
     started = time.monotonic()
     server.start()

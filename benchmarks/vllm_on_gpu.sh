@@ -49,7 +49,7 @@ contract() {
 }
 
 delivery() {
-    part delivery 180 "$python" benchmarks/vllm_delivery.py --vllm-python "$vllm" --log "$scratch/vllm-delivery.log" --versions 8 --most 0.15
+    part delivery 180 "$python" benchmarks/vllm_delivery.py --vllm-python "$vllm" --log "$scratch/vllm-delivery.log" --max-length 1024 --versions 8 --most 0.15
 }
 
 loop() {

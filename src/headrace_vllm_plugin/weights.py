@@ -27,7 +27,7 @@ from headrace.delivery.parts import fetch_parts
 from headrace.delivery.plan import PackingPlan, Views, plan_of
 from headrace.delivery.transports import source
 from headrace.delivery.transports.base import Source
-from headrace.errors import DeliveryError
+from headrace.errors import DeliveryError, HeadraceError
 from headrace.types import NO_VERSION
 from headrace_vllm_plugin.wire import FetchOrder, StagingState
 
@@ -173,7 +173,7 @@ class WorkerStaging:
                     self.taken_digest = self.digest(weights)
             self._weights = weights
             state.error = ""
-        except (DeliveryError, OSError, RuntimeError, ValueError, SafetensorError) as error:
+        except (HeadraceError, OSError, RuntimeError, ValueError, SafetensorError) as error:
             state.error = " ".join(str(error).split()) or type(error).__name__
         finally:
             state.seconds = time.monotonic() - started

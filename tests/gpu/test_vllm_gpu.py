@@ -1,8 +1,8 @@
 """A vLLM server on the GPU: the contract of engines, and weights that travel inside the GPU.
 
 HEADRACE_VLLM_PYTHON names the interpreter of an environment with vLLM's build for GPUs and Headrace's plugin. Server
-and trainer share one GPU. Truncation with `min_p` and `top_p` together, kept sets and forks are refused, each in one
-line.
+and trainer share one GPU. Truncation with `min_p` and `top_p` together, forks, and kept sets of a server that was not
+started for them are refused, each in one line.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ GIB = 1 << 30
 ROWS, PROMPT, ANSWER = 32, 24, 64
 
 
-def server_on_gpu(model: Path, log: Path, *, dtype: str, slots: int, max_length: int) -> VllmServer:
+def server_on_gpu(model: Path, log: Path, *, dtype: str, slots: int, max_length: int, kept: bool = False) -> VllmServer:
     config = EngineConfig(
         kind="vllm",
         python=PYTHON,
@@ -63,7 +63,14 @@ def server_on_gpu(model: Path, log: Path, *, dtype: str, slots: int, max_length:
         arguments=["--enforce-eager"],
     )
     return VllmServer(
-        model=model, config=config, log=log, key=KEY, max_length=max_length, dtype=dtype, budget=Budget(0.1, GIB)
+        model=model,
+        config=config,
+        log=log,
+        key=KEY,
+        max_length=max_length,
+        dtype=dtype,
+        record_kept=kept,
+        budget=Budget(0.1, GIB),
     )
 
 
@@ -184,6 +191,37 @@ async def test_the_live_weights_of_a_gpu_are_digested(
             assert proof.staged_digest == proof.live_digest == manifest.digest
     finally:
         await engine.close()
+        trainer.close()
+
+
+async def test_kept_sets_are_those_of_the_reference(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a server that was started for it reports them; it draws the same tokens as one that was not."""
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
+    log = tmp_path / "vllm.log"
+    server = server_on_gpu(tiny_model_dir, log, dtype="float32", slots=SLOTS, max_length=MAX_LENGTH, kept=True)
+    server.start()
+    trainer = TinyTrainer(tiny_model_dir, sender=CudaIpcSender("vllm-kept", device="cuda"), device="cuda")
+    try:
+        await server.ready(START_SECONDS)
+        engine = await attached(server)
+        subject = Subject(engine, engine.load, engine.counters, trainer.publish, trainer.reference)
+        await test_engine.load(subject, 1)
+        requests = [
+            test_engine.ask(f"{name}/{seed}", max_tokens=2, seed=seed, record_kept=True, **kind)
+            for name, kind in test_engine.TRUNCATIONS.items()
+            for seed in range(4)
+            if name != "all"
+        ]
+        for request, completion in zip(requests, await test_engine.complete_all(engine, requests), strict=True):
+            assert completion.finish == "length", completion.error
+            test_engine.assert_drawn(subject, request, completion, 1)
+        greedy = await test_engine.complete(engine, test_engine.ask("greedy", temperature=0.0, record_kept=True))
+        assert greedy.kept == [[]] * 12
+        await engine.close()
+    finally:
+        await server.stop()
         trainer.close()
 
 

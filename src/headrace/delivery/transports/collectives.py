@@ -15,7 +15,6 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
-from headrace.config.checks import check_trusted
 from headrace.delivery.transports.tcp_wire import is_loopback
 from headrace.errors import ConfigError, DeliveryError
 
@@ -32,6 +31,9 @@ def check_address(address: str, trusted: bool, what: str) -> None:
     if ":" in address:
         raise ConfigError(f"{what} needs an IPv4 address, not {address}")
     if not is_loopback(address):
+        # Imported here, because a vLLM server, which only receives, does not have all that configurations need.
+        from headrace.config.checks import check_trusted
+
         check_trusted(trusted, f"{what} would listen on {address}")
 
 
