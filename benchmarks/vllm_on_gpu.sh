@@ -3,10 +3,12 @@
 #
 #     OUT=logs HEADRACE_VLLM_PYTHON=path/to/vllm/bin/python benchmarks/vllm_on_gpu.sh [start contract delivery loop smollm2 fp8]
 #
-# The parts run one after the other, each with a time limit; without arguments all but fp8 run, in about ten minutes. A part
-# that fails does not end the others. Each part leaves OUT/PART.log; the server's own log is at its end if the part failed.
-# Where vLLM is not installed but unpacked into a folder, VLLM_SITE=FOLDER takes the place of HEADRACE_VLLM_PYTHON: a small
-# script is written that runs PYTHON (by default python3) with that folder and with the plugin of this checkout.
+# The parts run one after the other, each with a time limit; without arguments all but fp8 run. "start contract delivery" and
+# "loop smollm2" end within ten minutes each, whatever happens. A part that fails does not end the others. Each part leaves
+# OUT/PART.log; the end of the servers' own logs is at its end if the part failed.
+# Where vLLM is not installed but unpacked into a folder, VLLM_SITE=FOLDER (or several, with colons) takes the place of
+# HEADRACE_VLLM_PYTHON: a small script is written that runs PYTHON (by default python3) with these folders and with the
+# plugin of this checkout.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:?a folder for the logs}
@@ -33,19 +35,19 @@ part() {  # NAME SECONDS COMMAND...
     timeout --kill-after=20 "$seconds" "$@" > "$out/$name.log" 2>&1
     local code=$?
     if [ $code -ne 0 ]; then
-        find "$scratch" -name 'vllm*.log' -newer "$scratch" -exec sh -c 'echo "== $1"; tail -n 60 "$1"' _ {} \; >> "$out/$name.log" 2>&1
+        find "$scratch" -name 'vllm*.log' -exec sh -c 'echo "== $1"; tail -n 60 "$1"' _ {} \; >> "$out/$name.log" 2>&1
     fi
     echo "== $name: exit code $code, $((SECONDS - began)) s"
     tail -n 12 "$out/$name.log"
 }
 
 start() {  # What is there, and whether a server starts at all: the cheapest thing that can fail.
-    part start 60 sh -c "nvidia-smi; $python -c 'import torch, transformers; print(torch.__version__, transformers.__version__, torch.cuda.get_device_name())'
-        $vllm -c 'import vllm, torch, headrace_vllm_plugin as p; from importlib.metadata import entry_points; print(vllm.__version__, torch.__version__, p.__file__, list(entry_points(group=\"vllm.general_plugins\")))'"
+    part start 90 sh -c "nvidia-smi; $python -c 'import torch, transformers; print(torch.__version__, transformers.__version__, torch.cuda.get_device_name())'
+        $vllm -c 'import vllm, torch, vllm.entrypoints.openai.api_server, uvloop, headrace_vllm_plugin as p; from importlib.metadata import entry_points; print(vllm.__version__, torch.__version__, p.__file__, list(entry_points(group=\"vllm.general_plugins\")))'"
 }
 
 contract() {
-    part contract 300 "$python" -m pytest -m '' -x -s -p no:cacheprovider --basetemp "$scratch/pytest" tests/gpu/test_vllm_gpu.py
+    part contract 300 "$python" -m pytest -m '' --maxfail 5 -s -p no:cacheprovider --basetemp "$scratch/pytest" tests/gpu/test_vllm_gpu.py
 }
 
 delivery() {
@@ -53,13 +55,13 @@ delivery() {
 }
 
 loop() {
-    part loop 420 "$python" benchmarks/vllm_loop.py --vllm-python "$vllm" --keep "$scratch/loop" --versions 4
+    part loop 340 "$python" benchmarks/vllm_loop.py --vllm-python "$vllm" --keep "$scratch/loop" --versions 4
 }
 
 smollm2() {  # examples/smollm2/fetch.py first.
-    part smollm2 240 "$python" -m headrace train examples/smollm2/smollm2.toml --set run.directory="$scratch/smollm2" \
+    part smollm2 220 "$python" -m headrace train examples/smollm2/smollm2.toml --set run.directory="$scratch/smollm2" \
         --set engine.kind=vllm --set engine.python="$vllm" --set engine.count=2 --set engine.slots=128 \
-        --set 'engine.arguments=["--stream-interval", "4"]' \
+        --set 'engine.arguments=["--stream-interval", "4", "--enforce-eager"]' \
         --set model.dtype=bfloat16 --set buffer.groups=32 --set buffer.depth=2 --set run.versions=40 \
         --set evaluate.prompts=500 --set pipeline.start_seconds=200 --set observe.display=plain
 }
