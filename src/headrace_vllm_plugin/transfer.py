@@ -103,14 +103,13 @@ class HeadraceTransfer(WeightTransferEngine):  # type: ignore[misc]
         return Pristine(Path(self.model_config.model), self.model_config.dtype, tied=self._tied())
 
     def finish_weight_update(self) -> None:
-        """Let vLLM pack the loaded weights; raises `DeliveryError` if they changed while they were loaded."""
+        """Let vLLM pack the loaded weights."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         if not self._direct:
             finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             self._pack_tied()
-        self.staging.check()
 
     def _pack_tied(self) -> None:
         """Pack tied weights again. On a CPU a layer computes with a packed copy, and vLLM renews the copy only for
@@ -127,10 +126,18 @@ class HeadraceTransfer(WeightTransferEngine):  # type: ignore[misc]
                     module.quant_method.process_weights_after_loading(module)
 
     def live(self) -> Live:
-        """Compare the live weights with the loaded ones by digest, as far as vLLM's layout shows them."""
+        """Compare the live weights with the loaded ones by digest, as far as vLLM's layout shows them.
+
+        This releases the loaded tensors, so it can be called once for each load.
+        """
+        error = ""
+        try:
+            self.staging.check()
+        except DeliveryError as changed:
+            error = str(changed)
         found = compare(self.model, self.loaded, self.staging.digest, self.staging.taken_digest)
-        found.missing = self.missing
-        if not (found.hidden or found.wrong or found.missing or self._derives()):
+        found.missing, found.error = self.missing, error
+        if not (found.hidden or found.wrong or found.missing or found.error or self._derives()):
             self._seen = set(self.loaded)
         self.loaded = {}
         return found

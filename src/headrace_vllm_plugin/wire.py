@@ -103,3 +103,5 @@ class Live(msgspec.Struct, kw_only=True):
     """The names of tensors whose live bytes differ from the staged bytes."""
     missing: list[str] = []
     """The names of parameters that the last version did not fill."""
+    error: str = ""
+    """Why the weights that were loaded may not be those that were staged."""

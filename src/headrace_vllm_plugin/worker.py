@@ -7,6 +7,7 @@ values. Importing this module registers the weight-transfer engine with vLLM.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -32,6 +33,10 @@ class HeadraceWorker:
     device: torch.device
     model_runner: Any
     use_v2_model_runner: bool
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
+    _weight_update_active: bool
 
     def headrace_hello(self) -> dict[str, Any]:
         """Return the worker's properties (`Facts`), and attach the processor that ties noise to (seed, position)."""
@@ -77,12 +82,20 @@ class HeadraceWorker:
         """Return the state of the last fetch (`StagingState`)."""
         return _answer(self.headrace_transfer().staging.state())
 
-    def headrace_live(self) -> dict[str, Any]:
-        """Compare the live weights with the version that was loaded last, by digest; return `Live`.
+    def headrace_load(self, version: str) -> dict[str, Any]:
+        """Load the staged version while the scheduler is paused, and compare it with the live weights; return `Live`.
 
-        This releases the loaded tensors, so it can be called once for each load.
+        One call does all of it, because decoding waits for every call.
         """
-        return _answer(self.headrace_transfer().live())
+        transfer = self.headrace_transfer()
+        try:
+            self.start_weight_update()
+            self.update_weights({"version": int(version)})
+            self.finish_weight_update()
+        finally:
+            # If a step fails, vLLM would take the update for one that is still under way, and refuse the next one.
+            self._weight_update_active = False
+        return _answer(transfer.live())
 
     def headrace_transfer(self) -> HeadraceTransfer:
         """Return the weight-transfer engine; raises `DeliveryError` if the server was started without one."""

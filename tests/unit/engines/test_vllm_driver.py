@@ -191,7 +191,7 @@ async def test_what_fails_after_the_swap_serves_nothing_until_a_version_is_prove
         run.ask("a", 400)
         await run.begun("a")
         if wrong == "load":
-            run.stub.statuses["/update_weights"] = (500, {"error": {"message": "KeyError: 'x'"}})
+            run.stub.statuses["/update_weight_version"] = (500, {"error": {"message": "KeyError: 'x'"}})
         proof = await run.engine.load(manifest(2, score=-1.5 if wrong == "canary" else -1.0))
         assert not proof.accepted and proof.quarantined
         assert ("off by 0.5" if wrong == "canary" else "KeyError: 'x'") in proof.reason
@@ -210,8 +210,9 @@ async def test_what_fails_after_the_swap_serves_nothing_until_a_version_is_prove
     [
         ({"headrace_staged": {"error": "version 2 arrived wrong"}}, False, "version 2 arrived wrong"),
         ({"headrace_stage": {"error": "version 1 is under way"}}, False, "version 1 is under way"),
-        ({"headrace_live": {"wrong": ["q_proj"]}}, True, "the live weights differ from what was staged: q_proj"),
-        ({"headrace_live": {"missing": ["norm"]}}, True, "version 2 does not fill norm"),
+        ({"headrace_load": {"wrong": ["q_proj"]}}, True, "the live weights differ from what was staged: q_proj"),
+        ({"headrace_load": {"missing": ["norm"]}}, True, "version 2 does not fill norm"),
+        ({"headrace_load": {"error": "gone"}}, True, "version 2 changed while it was loaded: gone"),
     ],
 )
 async def test_a_version_is_proved_only_if_all_workers_prove_it(

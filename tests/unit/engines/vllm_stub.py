@@ -102,10 +102,8 @@ class Stub:
                     aborted.set()
         elif path == "/resume":
             self.paused = False
-        elif path == "/update_weights":
-            assert self.paused and not self.running, "weights may change only while nothing runs"
-        elif path == "/finish_weight_update":
-            self.version = body["weight_version"]
+        elif path == "/update_weight_version":
+            self.version = body["new_version"]
 
     def rpc(self, method: str, arguments: Any) -> Any:
         if method == "headrace_hello":
@@ -114,6 +112,7 @@ class Stub:
             return {"version": 0, "error": ""}
         if method == "headrace_staged":
             return {"version": 0, "done": True, "error": self.staging_error, "digest": 5, "seconds": 0.0}
+        assert method == "headrace_load" and self.paused and not self.running, "weights change only while nothing runs"
         return {"visible": 0, "hidden": 1, "digest": 0, "wrong": [], "missing": []}
 
     async def generate(self, body: Any, writer: asyncio.StreamWriter) -> None:

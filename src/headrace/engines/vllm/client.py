@@ -158,11 +158,14 @@ class VllmClient:
         """Resume the scheduler."""
         await self._post("/resume")
 
-    async def update(self, version: int) -> None:
-        """Load the staged version. From this call on, the live weights are unproved."""
-        await self._post("/start_weight_update")
-        await self._post("/update_weights", {"update_info": {"version": version}})
-        await self._post("/finish_weight_update", {"weight_version": str(version)})
+    async def load(self, version: int) -> list[Live]:
+        """Load the staged version in every worker, and return how the live weights compare with it.
+
+        From this call on, the live weights are unproved.
+        """
+        live = await self.rpc("headrace_load", Live, version=str(version))
+        await self._post("/update_weight_version", {"new_version": str(version)})
+        return live
 
     async def rpc(self, method: str, kind: type[T], **arguments: str) -> list[T]:
         """Call a method of `HeadraceWorker` in every worker of the server, and return their answers."""
@@ -317,8 +320,7 @@ class Delivery:
         live: list[Live] = []
         error = float("inf")
         try:
-            await self._client.update(manifest.version)
-            live = await self._client.rpc("headrace_live", Live)
+            live = await self._client.load(manifest.version)
             await self._client.resume()
             scores = await self._client.score(manifest.canary.token_ids.tolist())
             error = canary_error(manifest.canary, scores)
@@ -400,8 +402,11 @@ def _reason(body: bytes) -> str:
 
 
 def _mismatch(manifest: Manifest, live: list[Live], error: float, tolerance: float) -> str:
+    changed = [one.error for one in live if one.error]
     wrong = {name for one in live for name in one.wrong}
     missing = {name for one in live for name in one.missing}
+    if changed:
+        return f"version {manifest.version} changed while it was loaded: {changed[0]}"
     if wrong:
         return f"the live weights differ from what was staged: {some_names(wrong)}"
     if missing:
