@@ -42,16 +42,16 @@ part() {  # NAME SECONDS COMMAND...
 }
 
 start() {  # What is there, and whether a server starts at all: the cheapest thing that can fail.
-    part start 90 sh -c "nvidia-smi; $python -c 'import torch, transformers; print(torch.__version__, transformers.__version__, torch.cuda.get_device_name())'
+    part start 80 sh -c "nvidia-smi; $python -c 'import torch, transformers; print(torch.__version__, transformers.__version__, torch.cuda.get_device_name())'
         $vllm -c 'import vllm, torch, vllm.entrypoints.openai.api_server, uvloop, headrace_vllm_plugin as p; from importlib.metadata import entry_points; print(vllm.__version__, torch.__version__, p.__file__, list(entry_points(group=\"vllm.general_plugins\")))'"
 }
 
 contract() {
-    part contract 300 "$python" -m pytest -m '' --maxfail 5 -s -p no:cacheprovider --basetemp "$scratch/pytest" tests/gpu/test_vllm_gpu.py
+    part contract 330 "$python" -m pytest -m '' --maxfail 5 -s -p no:cacheprovider --basetemp "$scratch/pytest" tests/gpu/test_vllm_gpu.py
 }
 
 delivery() {
-    part delivery 180 "$python" benchmarks/vllm_delivery.py --vllm-python "$vllm" --log "$scratch/vllm-delivery.log" --max-length 1024 --versions 8 --most 0.15
+    part delivery 165 "$python" benchmarks/vllm_delivery.py --vllm-python "$vllm" --log "$scratch/vllm-delivery.log" --max-length 1024 --versions 8 --most 0.15
 }
 
 loop() {
