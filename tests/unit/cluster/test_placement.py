@@ -397,6 +397,15 @@ def test_a_transport_that_cannot_connect_the_devices_is_refused_in_one_line(name
         place(config, [given]).applied(config)
 
 
+def test_servers_that_run_already_may_map_the_trainers_memory() -> None:
+    """Nothing is known of their devices, so only the trainer's is checked."""
+    urls = ("engine.kind=vllm", 'engine.urls=["http://127.0.0.1:1"]', "delivery.transport=cuda_ipc")
+    config = configured(*urls)
+    assert place(config, [host(1)]).applied(config).delivery.transport == "cuda_ipc"
+    with pytest.raises(ConfigError, match='"cuda_ipc" needs trainer and engines on GPUs'):
+        place(config, [host(0)]).applied(config)
+
+
 @pytest.mark.parametrize("gpus", [0, 2, 4])
 def test_a_broadcast_fits_where_all_are_on_cpus_or_on_gpus_of_their_own(gpus: int) -> None:
     config = configured("delivery.transport=nccl")

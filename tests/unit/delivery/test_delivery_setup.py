@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from headrace.config import make_config
 from headrace.config.declared import transport_facts
 from headrace.config.schema import DeliveryConfig, names_of
 from headrace.delivery import transports
 from headrace.delivery.setup import choose, clean, make_sender, prepare, weights_directory
 from headrace.errors import ConfigError, DeliveryError
+from headrace.training.devices import engine_device
 
 
 def test_auto_takes_shared_memory_where_there_is_some_and_says_why(tmp_path: Path):
@@ -28,6 +30,15 @@ def test_auto_takes_cuda_ipc_where_both_sides_are_on_a_gpu(tmp_path: Path):
     assert choose(DeliveryConfig(), tmp_path, engines="cuda:0").transport == "shm"
     configured = choose(DeliveryConfig(transport="nccl"), tmp_path, trainer="cuda", engines="cuda")
     assert configured.transport == "nccl"
+
+
+def test_a_server_on_a_gpu_takes_weights_there_unless_its_device_is_unknown() -> None:
+    given = {"model": {"path": "m"}, "task": {"kind": "gym", "name": "x"}}
+    started = make_config(given, ["engine.kind=vllm", "engine.python=python", "engine.device=cuda"])
+    assert engine_device(started) == "cuda"
+    assert engine_device(make_config(given, ["engine.kind=vllm", "engine.python=python", "engine.device=cpu"])) == "cpu"
+    attached = make_config(given, ["engine.kind=vllm", 'engine.urls=["http://127.0.0.1:1"]', "engine.device=cuda"])
+    assert engine_device(attached) == "cpu"
 
 
 @pytest.mark.parametrize("bind", ["127.0.0.1", "203.0.113.1"])
@@ -66,7 +77,7 @@ def test_every_transport_declares_what_others_must_know() -> None:
     assert [name for name, each in facts.items() if not each.crosses_hosts] == ["shm", "cuda_ipc"]
     assert [name for name, each in facts.items() if each.on_device] == ["cuda_ipc", "nccl"]
     assert [name for name, each in facts.items() if each.own_gpus] == ["nccl"]
-    assert [name for name, each in facts.items() if not each.for_servers] == ["cuda_ipc", "nccl"]
+    assert [name for name, each in facts.items() if not each.for_servers] == []
     assert [name for name, each in facts.items() if not each.for_ranks] == ["nccl"]
     assert [name for name, each in facts.items() if each.uses_directory] == ["file"]
     assert [name for name, each in facts.items() if each.uses_keys] == ["tcp"]
