@@ -28,6 +28,7 @@ NOT_RUN = {
     "python benchmarks/": "takes minutes, or needs a GPU",
     ".venv/bin/pre-commit install": "changes the reader's checkout",
     "path/to/vllm/bin/python -m pip ": "needs a network",
+    "OUT=logs HEADRACE_VLLM_PYTHON=": "needs a GPU, and vLLM for it",
     "VLLM_SERVER_DEV_MODE=1 ": "needs vLLM; `make test-vllm` starts such servers",
     "ray ": "needs Ray; tests/cluster/test_ray_launcher.py starts a cluster",
     "headrace train two_nodes.toml ": "needs two nodes with 8 GPUs each",
