@@ -93,6 +93,21 @@ class EnginePool:
         """The number of requests that wait for an engine that serves."""
         return len(self._unplaced)
 
+    def requests(self, name: str) -> int:
+        """Return the number of running requests of this engine, also while it is away."""
+        return self._running[name]
+
+    def add(self, engine: Engine) -> None:
+        """Add an engine to the pool. It gets requests once it has proved its weights."""
+        self.engines = [*self.engines, engine]
+        self._proved[engine.name] = NO_VERSION
+
+    def remove(self, name: str) -> None:
+        """Remove an engine that was lost from the pool."""
+        self.engines = [engine for engine in self.engines if engine.name != name]
+        self._refused.pop(name, None)
+        del self._away[name], self._proved[name]
+
     def lose(self, name: str, reason: str) -> None:
         """Mark an engine as lost. Its requests end as aborted. It gets no new ones until it has proved its weights."""
         self._away[name] = reason
@@ -107,7 +122,9 @@ class EnginePool:
         self._away.pop(name, None)
 
     def loaded(self, proof: Proof) -> None:
-        """Record the result of a load, which decides whether the engine serves."""
+        """Record the result of a load, which decides whether the engine serves. One that has left does not."""
+        if proof.engine not in self._proved:
+            return
         if proof.accepted:
             self._proved[proof.engine] = proof.version
         elif proof.quarantined:
