@@ -186,7 +186,8 @@ def one_more(config: Config, rank: int, places: Sequence[Place], hosts: Sequence
     An engine on a GPU gets GPUs that no worker has a place on. A run that began on one host stays there, unless its
     transport crosses hosts.
     """
-    used, crosses = {place.host for place in places}, transport_facts(config.delivery.transport).crosses_hosts
+    used, transport = {place.host for place in places}, config.delivery.transport
+    crosses = transport != "auto" and transport_facts(transport).crosses_hosts
     near = [host for host in hosts if crosses or host.name in used]
     own: tuple[str, ...] = ()
     if any(place.gpus for place in places if place.role == "engine"):
