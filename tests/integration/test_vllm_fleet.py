@@ -184,6 +184,12 @@ def test_servers_are_added_and_removed_while_the_run_is_live(
         assert scale("--remove", nobody) == (2, f"headrace: --remove {nobody}: it is not one of the run's servers")
         again = f"headrace: --add {stubs[0].url}: it is one of the run's servers already"
         assert scale("--add", stubs[0].url) == (2, again)
+        assert scale("--add", "nowhere") == (
+            2,
+            "headrace: --add nowhere: it is not a URL such as http://127.0.0.1:8000",
+        )
+        far = scale("--add", "http://192.0.2.1:8000")
+        assert far[0] == 2 and "http://192.0.2.1:8000 is on another host" in far[1]
         assert scale("--add", third.url) == (0, "engines 2 -> 3")
         until("its proof", lambda: len(proved(run_dir, "engine-2")) >= 2)
         until("its work", lambda: third.ask()["under_way"])

@@ -258,9 +258,8 @@ class Fleet(Processes):
             death = PeerDied(exited.name, reason or _how(exited), lines)
             self._ready.pop(death.peer, None)
             self.hub.mark_dead(death)
-            if (joining := self._joining.get(death.peer)) is not None:
-                if not joining.done():
-                    joining.set_exception(UserError(str(death)))
+            if (joining := self._joining.get(death.peer)) is not None and not joining.done():
+                joining.set_exception(UserError(str(death)))
                 continue
             # Popped, because a process that dies before it is ready has not served, however long its predecessor
             # served.

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -42,10 +43,11 @@ from headrace.config.memory import longest_sequence
 from headrace.config.model_dir import ModelFacts, model_facts
 from headrace.config.remarks import remarks
 from headrace.config.schema import PROCESSES
-from headrace.delivery.setup import clean, prepare
+from headrace.delivery.setup import choose, clean, prepare
 from headrace.delivery.transports.tcp_wire import KEYS
 from headrace.engines.pool import EnginePool
 from headrace.engines.serving import RemoteEngine
+from headrace.engines.vllm.building import check_hosts
 from headrace.errors import DiskError, HeadraceError, UserError
 from headrace.gateway.agents import AgentTask
 from headrace.gateway.episode import AgentEpisode
@@ -144,6 +146,11 @@ class Workers:
 
     def add_url(self, url: str) -> int:
         """See `Crew.add_url`. Workers read the URL of their server from the configuration of the run."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(f"--add {url}: it is not a URL such as http://127.0.0.1:8000")
+        # Every worker that starts checks all of them, so a server out of reach must not come among them.
+        check_hosts([url], choose(self._config.delivery).transport)
         if url not in self.urls:
             engine = msgspec.structs.replace(self._config.engine, urls=[*self.urls, url])
             self._config = msgspec.structs.replace(self._config, engine=engine)
@@ -302,7 +309,7 @@ class RunSession:
             self.run_dir.keep_config()
             watchers.append(guard.create_task(self._show_loop(controller), name="show"))
             watchers.append(guard.create_task(self._watch_loop(workers, controller), name="watch stalls"))
-            commands = command_socket(fleet.sockets / "commands", self.run_dir.control, controller.scaling.ask)
+            commands = command_socket(fleet.sockets / "cmd", self.run_dir.control, controller.scaling.ask)
             async with commands:
                 await controller.begin()
                 await controller.train()

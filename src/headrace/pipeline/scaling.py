@@ -201,7 +201,7 @@ class Scaling:
         """Take the requests of an engine away. It first hands out the tokens that it has drawn for them."""
         engine = next(engine for engine in self._pool.engines if engine.name == name)
         # The pool must know first: from now on the engine gets no request, and no delivery waits for it.
-        self._pool.lose(name, "it leaves the run")
+        self._pool.retire(name, "it leaves the run")
         self._watch.forget(name)
         self._parts.waits.ring()
         with contextlib.suppress(TimeoutError):

@@ -186,6 +186,8 @@ class Deliveries:
         """The last proof of each engine that the controller has handled, by engine name."""
         self._loops: dict[str, asyncio.Task[None]] = {}
         """The loop of each engine, by engine name."""
+        self._ending: set[str] = set()
+        """The engines whose loops end as soon as they have nothing to do."""
 
     async def run(self) -> None:
         """Run the loops of all engines until cancelled."""
@@ -199,10 +201,11 @@ class Deliveries:
         self._loops[engine.name] = task
 
     async def end(self, name: str) -> None:
-        """Deliver no more to this engine, whose process has ended, and free the bytes that were kept for it."""
-        loop = self._loops.pop(name)
-        loop.cancel()
-        await asyncio.wait([loop])
+        """Deliver no more to this engine, which was retired and has ended. Free the bytes that were kept for it."""
+        self._ending.add(name)
+        self._waits.ring()
+        await asyncio.wait([self._loops.pop(name)])
+        self._ending.discard(name)
         await self._acknowledge()
 
     async def deliver(self, manifest: Manifest) -> bool:
@@ -230,8 +233,10 @@ class Deliveries:
         self._waits.moved()
 
     async def _engine_loop(self, engine: Engine) -> None:
-        while True:
-            await self._waits.until(engine.name, lambda: "a newer version", lambda: self._wants(engine.name))
+        while engine.name not in self._ending:
+            await self._waits.until(
+                engine.name, lambda: "a newer version", lambda: self._wants(engine.name) or engine.name in self._ending
+            )
             async with self._turn:
                 if not self._wants(engine.name):
                     continue  # It was held or lost while it waited for its turn.
