@@ -77,6 +77,7 @@ def scale(
     engines: Annotated[int | None, typer.Option(help="The number of engines that the run should have.")] = None,
     add: Annotated[str | None, typer.Option(metavar="URL", help="Use this vLLM server too.")] = None,
     remove: Annotated[str | None, typer.Option(metavar="URL", help="Use this vLLM server no more.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Change the number of engines of a live run. The run begins the change at once, and goes on meanwhile."""
     from headrace.pipeline.commands import ask
@@ -84,7 +85,9 @@ def scale(
 
     if sum(given is not None for given in (engines, add, remove)) != 1:
         raise UserError("headrace scale needs one of --engines N, --add URL and --remove URL")
-    typer.echo(ask(run_dir, ScaleRequest(engines=engines, add=add, remove=remove)))
+    found = ask(run_dir, ScaleRequest(engines=engines, add=add, remove=remove))
+    numbers = {"before": found.before, "after": found.after}
+    typer.echo(json.dumps(numbers) if as_json else "engines {before} -> {after}".format(**numbers))
 
 
 def gateway(config: ConfigPath, settings: Settings = None, as_json: AsJson = False) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.errors import UserError, one_line
-from headrace.pipeline.scaling import ScaleRequest
+from headrace.pipeline.scaling import ScaleAnswer, ScaleRequest
 from headrace.run_dir import RunDir, write_whole
 
 ANSWER_SECONDS = 30.0
@@ -27,16 +27,11 @@ class Control(msgspec.Struct):
     socket: str
 
 
-class Answer(msgspec.Struct):
-    """The answer to a command: one line about what is done, or one about why it is not."""
-
-    line: str = ""
-    error: str = ""
-
-
 @contextlib.asynccontextmanager
-async def command_socket(path: Path, control: Path, answer: Callable[[ScaleRequest], str]) -> AsyncIterator[None]:
-    """Listen at `path` and name it in the file `control`. `answer` returns a line, or raises `UserError`."""
+async def command_socket(
+    path: Path, control: Path, answer: Callable[[ScaleRequest], ScaleAnswer]
+) -> AsyncIterator[None]:
+    """Listen at `path` and name it in the file `control`. `answer` may raise `UserError`."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError):
@@ -59,17 +54,17 @@ def _named(path: Path, control: Path) -> Iterator[None]:
         control.unlink(missing_ok=True)
 
 
-async def _answered(reader: asyncio.StreamReader, answer: Callable[[ScaleRequest], str]) -> Answer:
+async def _answered(reader: asyncio.StreamReader, answer: Callable[[ScaleRequest], ScaleAnswer]) -> ScaleAnswer:
     try:
-        return Answer(line=answer(msgspec.json.decode(await reader.readline(), type=ScaleRequest)))
+        return answer(msgspec.json.decode(await reader.readline(), type=ScaleRequest))
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        return Answer(error=one_line(f"the command cannot be read: {error}"))
+        return ScaleAnswer(error=one_line(f"the command cannot be read: {error}"))
     except UserError as error:
-        return Answer(error=one_line(str(error)))
+        return ScaleAnswer(error=one_line(str(error)))
 
 
-def ask(path: str | Path, request: ScaleRequest) -> str:
-    """Send a command to the live run in this directory and return its line. Raises `UserError` if it is refused."""
+def ask(path: str | Path, request: ScaleRequest) -> ScaleAnswer:
+    """Send a command to the live run in this directory and return its answer. Raises `UserError` if it is refused."""
     run_dir, _ = RunDir.open(path)
     try:
         control = msgspec.json.decode(run_dir.control.read_bytes(), type=Control)
@@ -78,11 +73,11 @@ def ask(path: str | Path, request: ScaleRequest) -> str:
             connection.connect(control.socket)
             connection.sendall(msgspec.json.encode(request) + b"\n")
             with connection.makefile("rb") as lines:
-                answer = msgspec.json.decode(lines.readline(LINE_BYTES), type=Answer)
+                answer = msgspec.json.decode(lines.readline(LINE_BYTES), type=ScaleAnswer)
     except (FileNotFoundError, ConnectionRefusedError) as error:
         raise UserError(f"{path}: no run is live there, on this host") from error
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path}: the run does not answer: {error}") from error
     if answer.error:
         raise UserError(answer.error)
-    return answer.line
+    return answer

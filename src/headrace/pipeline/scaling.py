@@ -40,6 +40,15 @@ class ScaleRequest(msgspec.Struct, forbid_unknown_fields=True):
     remove: str | None = None
 
 
+class ScaleAnswer(msgspec.Struct):
+    """The numbers of engines that the run wanted before a command, and wants from now on."""
+
+    before: int = 0
+    after: int = 0
+    error: str = ""
+    """Why nothing is changed; empty if the command is carried out."""
+
+
 class Scaling:
     """The number of engines of one run. `run` must be running."""
 
@@ -73,8 +82,8 @@ class Scaling:
 
     # ---- what is wanted
 
-    def ask(self, request: ScaleRequest) -> str:
-        """Begin what a command asks for, and return one line about it. Raises `UserError` if that is impossible."""
+    def ask(self, request: ScaleRequest) -> ScaleAnswer:
+        """Begin what a command asks for. Raises `UserError` if that is impossible."""
         if self._crew is None or self._parts.stopping.is_set():
             raise UserError("the run is ending, and the number of its engines stays as it is")
         before = len(self._wanted)
@@ -88,7 +97,7 @@ class Scaling:
             self._rule.changed()
         if wanted != self._wanted:
             self._want(wanted, "`headrace scale`")
-        return f"engines {before} -> {len(wanted)}"
+        return ScaleAnswer(before=before, after=len(wanted))
 
     def _with_number(self, number: int) -> set[int]:
         assert self._crew is not None

@@ -10,7 +10,7 @@ import pytest
 from headrace.cluster.socket_dir import SocketDir
 from headrace.errors import UserError
 from headrace.pipeline.commands import ask, command_socket
-from headrace.pipeline.scaling import ScaleRequest
+from headrace.pipeline.scaling import ScaleAnswer, ScaleRequest
 
 
 @pytest.fixture
@@ -22,10 +22,10 @@ def run_dir(tmp_path: Path) -> Path:
     return path
 
 
-def answer(request: ScaleRequest) -> str:
+def answer(request: ScaleRequest) -> ScaleAnswer:
     if request.engines is None:
         raise UserError("a line about\nwhat is wrong")
-    return f"engines 1 -> {request.engines}"
+    return ScaleAnswer(before=1, after=request.engines)
 
 
 def test_a_request_and_its_answer(run_dir: Path) -> None:
@@ -35,7 +35,8 @@ def test_a_request_and_its_answer(run_dir: Path) -> None:
             async with command_socket(sockets.path / "commands", run_dir / "control.json", answer):
                 mode = (sockets.path / "commands").stat().st_mode
                 assert stat.S_ISSOCK(mode) and stat.S_IMODE(mode) == 0o600
-                assert await asyncio.to_thread(ask, run_dir, ScaleRequest(engines=3)) == "engines 1 -> 3"
+                answered = await asyncio.to_thread(ask, run_dir, ScaleRequest(engines=3))
+                assert answered == ScaleAnswer(before=1, after=3)
                 with pytest.raises(UserError, match=r"^a line about what is wrong$"):
                     await asyncio.to_thread(ask, run_dir, ScaleRequest(add="http://a:1"))
                 for damage in (b"\n", b"[]\n", b'{"engines": "x"}\n', b'{"other": 1}\n', b"\xff\n", b"x" * 100_000):
