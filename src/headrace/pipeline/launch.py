@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -76,6 +77,8 @@ TRAINER = "trainer-0"
 GATEWAY = "gateway-0"
 SHOW_SECONDS = 0.25
 WATCH_SECONDS = 1.0
+ENGINE_KEYS = re.compile(r"\bengine\.(count|gpus|urls)\b")
+"""The settings of a resume that say which engines there are, whatever the run was scaled to."""
 
 
 class Workers:
@@ -96,8 +99,14 @@ class Workers:
         self.urls = list(config.engine.urls)
         self._places = {place.name: place for place in placement.places}
         """Worker -> its place. An engine that is not started yet, or has left, keeps its own."""
-        for rank in self.ranks:
-            self.place(rank)
+        try:
+            for rank in self.ranks:
+                self.place(rank)
+        except UserError as error:
+            raise UserError(
+                f"{error}: the run was scaled to {len(self.ranks)} engines; give it another number with --set "
+                "engine.count=N"
+            ) from error
         prepare(config.delivery, run_dir.path)
         (run_dir.path / RENDEZVOUS).unlink(missing_ok=True)
         trainers, engines = placement.of("trainer"), [self._places[f"engine-{rank}"] for rank in self.ranks]
@@ -549,6 +558,7 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) ->
     started with it.
     """
     run_dir, before = RunDir.open(path)
+    settings = list(settings)
     config = with_settings(before, settings)
     config, _ = place_run(config, hosts_of(config))
     check_store(config, new=not run_dir.journal.is_file())
@@ -557,7 +567,8 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) ->
             return _begin_again(run_dir, config, progress, partial(Journal, lock=lock))
     # The lock is held from here on: another resume of the same run is refused before it starts anything.
     with check_resumable(run_dir.journal) as lock:
-        return _resume(run_dir, before, config, progress, partial(Journal, lock=lock))
+        as_scaled = not any(ENGINE_KEYS.search(setting.partition("=")[0]) for setting in settings)
+        return _resume(run_dir, before, config, progress, partial(Journal, lock=lock), as_scaled=as_scaled)
 
 
 def _begin_again(
@@ -574,16 +585,22 @@ def _begin_again(
 
 
 def _resume(
-    run_dir: RunDir, before: Config, config: Config, progress: Progress, make_journal: Callable[..., Journal]
+    run_dir: RunDir,
+    before: Config,
+    config: Config,
+    progress: Progress,
+    make_journal: Callable[..., Journal],
+    *,
+    as_scaled: bool,
 ) -> RunSession:
+    """Resume a run that has a journal; if `as_scaled`, with the engines that it was scaled to."""
     for line in _set_damage_aside(run_dir, config.policy_name):
         progress.note(line)
     task, chat = check_inputs(config)
     with open_readonly(run_dir.journal) as journal:
         meta = journal.meta()
     known = meta.get("tokenizer")
-    same = all(getattr(before.engine, key) == getattr(config.engine, key) for key in ("count", "gpus", "urls"))
-    ranks = _scaled_to(meta.get(ENGINES), config) if same else None
+    ranks = _scaled_to(meta.get(ENGINES), config) if as_scaled else None
     if known is None:
         progress.note("the journal has no digest of the run's tokenizer; that of today is recorded")
     elif known != chat.digest:
