@@ -225,6 +225,9 @@ def _words(kind: kinds.Type) -> str:
             return f"list of {_words(kind.item_type)}"
         case kinds.DictType():
             return "table"
+        case kinds.StructType():
+            keys = ", ".join(f"{field.encode_name} = {_words(field.type)}" for field in kind.fields)
+            return f"table `{{{keys}}}`"
         case _:
             raise TypeError(f"{kind} has no words yet")
 

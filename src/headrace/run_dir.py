@@ -33,6 +33,8 @@ class RunDir:
         self.timeline = path / "timeline.json"
         self.checkpoints = path / "checkpoints"
         self.status = path / "status.json"
+        self.control = path / "control.json"
+        """The file that names the command socket of a live run."""
         self.summary = path / "summary.json"
         self.report = path / "report.html"
 

@@ -42,6 +42,7 @@ NOT_RUN = {
     "headrace bench delivery ": "takes minutes; tests/integration/test_bench_delivery.py runs small ones",
     "headrace bench journal": "takes minutes; tests/integration/test_bench_loops.py runs a small one",
     "headrace doctor --gpus": "needs a GPU; tests/integration/test_doctor_runs.py runs it on CPUs",
+    "headrace scale ": "needs a live run; tests/integration/test_scale.py has one",
     "headrace gateway ": "waits for agents; test_the_agent_from_outside_trains_a_run runs it",
 }
 """How commands begin that are not run here, with the reason. Those of Headrace are parsed."""

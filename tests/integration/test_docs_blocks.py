@@ -138,9 +138,9 @@ QUOTED = {
     line: str(page.relative_to(ROOT))
     for page in PAGES
     for line in quoted_lines(page)
-    if re.match(r"headrace (?!resume)\w+ RUN_DIR|headrace doctor$", line)
+    if re.match(r"headrace (?!resume|scale)\w+ RUN_DIR|headrace doctor$", line)
 }
-"""Commands in running text that look into a run, and a page of each. Blocks have `headrace resume`."""
+"""Commands in running text that look into a run, and a page of each. Blocks have `headrace resume` and `scale`."""
 
 
 @pytest.mark.parametrize("line", sorted(QUOTED))

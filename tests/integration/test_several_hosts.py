@@ -8,6 +8,7 @@ import shutil
 import signal
 import sqlite3
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -137,3 +138,45 @@ def test_a_trainer_on_another_host_goes_on_from_a_url(tmp_path: Path, temporary:
     assert refused.returncode == 2
     assert refused.stderr.startswith(f"headrace: [training] checkpoint_directory: file://{bucket}/run cannot be read: ")
     assert refused.stderr.count("\n") == 1
+
+
+def test_an_engine_joins_on_another_host_and_leaves(tmp_path: Path, temporary: Path) -> None:
+    run = start("train", str(QUICKSTART), *settings(tmp_path, "run.versions=5000", "observe.display=plain"))
+    run_dir = tmp_path / "run"
+    try:
+        wait_until_training(run_dir, 2)
+        assert headrace("scale", str(run_dir), "--engines", "3").stdout == "engines 2 -> 3\n"
+        await_deliveries(run_dir, "engine-2", 2)
+        assert headrace("scale", str(run_dir), "--engines", "1").stdout == "engines 3 -> 1\n"
+        deadline = time.monotonic() + 100
+        while len(engines := _engines(_address(run_dir))) > 1 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert len(engines) == 1
+        assert headrace("scale", str(run_dir), "--engines", "2").stdout == "engines 1 -> 2\n"
+        await_deliveries(run_dir, "engine-1", 1 + len(deliveries_of(run_dir, "engine-1")))
+    finally:
+        run.send_signal(signal.SIGINT)
+        stdout, stderr = run.communicate(timeout=200)
+    assert run.returncode == 130, stderr
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["ledger"]["failed"] == 0 and summary["ledger_rollouts"]["failed"] == 0
+    assert "engine-2 has joined" in stdout and "engine-2 has left" in stdout
+    with sqlite3.connect(run_dir / "journal.db") as db:
+        assert db.execute("SELECT * FROM restarts").fetchall() == []
+    assert not list(temporary.glob("host*/headrace-host-*"))
+
+
+def _engines(address: str) -> list[list[str]]:
+    return [command for command in _processes(address).values() if "engine" in command]
+
+
+def deliveries_of(run_dir: Path, engine: str) -> list[tuple[int]]:
+    with sqlite3.connect(run_dir / "journal.db") as db:
+        return db.execute("SELECT version FROM deliveries WHERE accepted AND engine = ?", (engine,)).fetchall()
+
+
+def await_deliveries(run_dir: Path, engine: str, count: int) -> None:
+    deadline = time.monotonic() + 150
+    while len(deliveries_of(run_dir, engine)) < count:
+        assert time.monotonic() < deadline, f"{engine} has not proved {count} versions in time"
+        time.sleep(0.1)

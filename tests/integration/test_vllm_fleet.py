@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import QUICKSTART, ROOT, headrace, small_settings, start
+from runs import QUICKSTART, ROOT, headrace, small_settings, start, worker_pids
 
 from headrace.engines.vllm.server import choose_port
 
@@ -163,3 +163,64 @@ def test_a_server_that_answers_and_makes_no_progress_is_as_good_as_dead(
     count = len(proved(run_dir, "engine-0"))
     until("its return", lambda: len(proved(run_dir, "engine-0")) > count)
     assert "engine-0 has requests and sent no token for 8 s: it is ended" in end(run, run_dir)
+
+
+def test_servers_are_added_and_removed_while_the_run_is_live(
+    run: subprocess.Popen[str], stubs: list[StubProcess], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+
+    def scale(*arguments: str) -> tuple[int, str]:
+        done = headrace("scale", str(run_dir), *arguments)
+        return done.returncode, (done.stdout + done.stderr).strip()
+
+    until("training", lambda: steps(run_dir) >= 2 and proved(run_dir, "engine-0"))
+    third, nobody = StubProcess(), f"http://127.0.0.1:{choose_port()}"
+    try:
+        assert scale("--engines", "3") == (
+            2,
+            "headrace: [engine] urls names the servers of this run: use --add URL or --remove URL",
+        )
+        assert scale("--remove", nobody) == (2, f"headrace: --remove {nobody}: it is not one of the run's servers")
+        again = f"headrace: --add {stubs[0].url}: it is one of the run's servers already"
+        assert scale("--add", stubs[0].url) == (2, again)
+        assert scale("--add", "nowhere") == (
+            2,
+            "headrace: --add nowhere: it is not a URL such as http://127.0.0.1:8000",
+        )
+        far = scale("--add", "http://192.0.2.1:8000")
+        assert far[0] == 2 and "http://192.0.2.1:8000 is on another host" in far[1]
+        assert scale("--add", third.url) == (0, "engines 2 -> 3")
+        until("its proof", lambda: len(proved(run_dir, "engine-2")) >= 2)
+        until("its work", lambda: third.ask()["under_way"])
+        until("work", lambda: stubs[0].ask()["under_way"])
+        known = sum(len(stub.ask()["prompts"]) for stub in (stubs[1], third))
+        assert scale("--remove", stubs[0].url) == (0, "engines 3 -> 2")
+        until("its end", lambda: "engine-0" not in worker_pids(run_dir))
+        before = steps(run_dir)
+        until("steps without it", lambda: steps(run_dir) >= before + 2)
+        left_at = proved(run_dir, "engine-0")
+        until("more steps", lambda: steps(run_dir) >= before + 4)
+        assert proved(run_dir, "engine-0") == left_at and not stubs[0].ask()["under_way"]
+        asked = [prompt for stub in (stubs[1], third) for prompt in stub.ask()["prompts"] if ASSISTANT in prompt]
+        assert len(asked) > known and any(prompt[-1] != ASSISTANT for prompt in asked), "its work goes on by prefix"
+        # A server that is not there is given up when it has not come, and can be removed before.
+        assert scale("--add", nobody) == (0, "engines 2 -> 3")
+        assert scale("--remove", nobody) == (0, "engines 3 -> 2")
+        until("its end", lambda: set(worker_pids(run_dir)) == {"trainer-0", "engine-1", "engine-2"})
+        # A server that was removed may come again.
+        assert scale("--add", stubs[0].url) == (0, "engines 2 -> 3")
+        until("its return", lambda: len(proved(run_dir, "engine-0")) > len(left_at))
+        # A live run can be given to other servers altogether.
+        for stub in stubs:
+            assert scale("--remove", stub.url)[0] == 0
+        assert scale("--remove", third.url) == (2, f"headrace: --remove {third.url}: a run needs at least one engine")
+        until("one engine", lambda: set(worker_pids(run_dir)) == {"trainer-0", "engine-2"})
+        before = steps(run_dir)
+        until("steps with it", lambda: steps(run_dir) >= before + 2)
+        stdout = end(run, run_dir)
+    finally:
+        third.kill()
+    assert rows(run_dir, "SELECT * FROM restarts") == []
+    assert "engine-2 has joined" in stdout and "engine-0 has left" in stdout
+    assert f'"{third.url}"' in (run_dir / "config.toml").read_text()

@@ -1,5 +1,6 @@
 """The configuration: keys are pinned, every mistake is one line that names its place."""
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -267,6 +268,26 @@ def test_values_that_cannot_go_together() -> None:
         make_config(MINIMAL, ["engine.kind=vllm", "engine.python=python3", "engine.interrupt=drain"]).engine.processes
         == 1
     )
+
+
+def test_a_range_of_engines() -> None:
+    config = make_config(MINIMAL, ["engine.count={least = 2, most = 4}"])
+    assert (config.engine.at_start, config.engine.processes) == (2, 4)
+    assert make_config(tomllib.loads(dump_config(config))) == config
+    assert make_config(MINIMAL, ["engine.count.most=3"]).engine.at_start == 1
+    number = make_config(MINIMAL, ["engine.count=3"]).engine
+    assert (number.at_start, number.processes) == (3, 3)
+    servers = ["engine.kind=vllm", 'engine.urls=["http://a:1", "http://b:1"]']
+    assert make_config(MINIMAL, servers).engine.at_start == 2
+    for settings, line in (
+        (["engine.count={least = 3, most = 2}"], "[engine] count: least = 3 is above most = 2"),
+        (["engine.count={least = 1}"], "[engine] count.most is required"),
+        (["engine.count={leest = 1, most = 2}"], "[engine] unknown key 'count.leest' (did you mean 'least'?)"),
+        (["engine.count=many"], "[engine] count: expected `int | object | null`, got `str`"),
+        ([*servers, "engine.count.most=3"], "[engine] count: urls name the servers; `headrace scale RUN_DIR --add"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(line)):
+            make_config(MINIMAL, settings)
 
 
 def test_one_answer_is_enough_where_its_group_is_not_compared() -> None:

@@ -72,6 +72,24 @@ def resume(run_dir: RunPath, settings: Settings = None, as_json: AsJson = False)
     _report(resume_run(run_dir, make_progress("auto", Console(stderr=as_json)), settings or []), as_json)
 
 
+def scale(
+    run_dir: RunPath,
+    engines: Annotated[int | None, typer.Option(help="The number of engines that the run should have.")] = None,
+    add: Annotated[str | None, typer.Option(metavar="URL", help="Use this vLLM server too.")] = None,
+    remove: Annotated[str | None, typer.Option(metavar="URL", help="Use this vLLM server no more.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change the number of engines of a live run. The run begins the change at once, and goes on meanwhile."""
+    from headrace.pipeline.commands import ask
+    from headrace.pipeline.scaling import ScaleRequest
+
+    if sum(given is not None for given in (engines, add, remove)) != 1:
+        raise UserError("headrace scale needs one of --engines N, --add URL and --remove URL")
+    found = ask(run_dir, ScaleRequest(engines=engines, add=add, remove=remove))
+    numbers = {"before": found.before, "after": found.after}
+    typer.echo(json.dumps(numbers) if as_json else "engines {before} -> {after}".format(**numbers))
+
+
 def gateway(config: ConfigPath, settings: Settings = None, as_json: AsJson = False) -> None:
     """Train with agents from outside, as CONFIG says: serve OpenAI's API and offer sessions at POST /v1/sessions."""
     from headrace.config import AgentTaskConfig, load_config
@@ -351,6 +369,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(resume)
+app.command()(scale)
 app.command()(check)
 app.command()(launch.launch)
 app.command()(gateway)

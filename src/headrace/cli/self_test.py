@@ -173,7 +173,7 @@ def _test(config: Config, found: RunResult) -> None:
         versions, deliveries = journal.versions(), journal.deliveries()
         found.train_seconds = summarize_journal(journal)["train_seconds"]
         problems = journal.imbalances()
-    engines = config.engine.processes
+    engines = config.engine.at_start
     published = {version.id: version.published for version in versions}
     found.versions = len(versions)
     found.versions_proved = sum(count == engines for count in proofs(versions, deliveries).values())

@@ -92,8 +92,7 @@ def place_run(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]
     `[cluster] hosts` says which of them are used, and in which order. GPUs are divided by the estimate of `headrace
     check`. Raises `ConfigError` if workers do not fit on their GPUs.
     """
-    if config.cluster.hosts:
-        hosts = [_named(name, hosts) for name in config.cluster.hosts]
+    hosts = chosen_hosts(config, hosts)
     if not any(host.gpus for host in hosts):
         placement = place(config, hosts)
         return placement.applied(config), placement
@@ -107,6 +106,11 @@ def place_run(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]
     placed = placement.applied(config)
     check_memory(placement, hosts, memory_needs(placed, facts))
     return placed, placement
+
+
+def chosen_hosts(config: Config, hosts: Sequence[Host]) -> list[Host]:
+    """Return those of the hosts that `[cluster] hosts` names, in its order; all of them if it names none."""
+    return [_named(name, hosts) for name in config.cluster.hosts] or list(hosts)
 
 
 def _named(name: str, hosts: Sequence[Host]) -> Host:

@@ -23,9 +23,9 @@ import msgspec
 
 from headrace.config.checks import check_together, check_trusted
 from headrace.config.declared import transport_facts
-from headrace.config.schema import Config, Gpus
+from headrace.config.schema import Config, EngineRange, Gpus
 from headrace.config.stores import is_url
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, UserError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _RANGE = re.compile(r"(?:(?P<host>[^:,]+):)?(?P<first>\d+)(?:-(?P<last>\d+))?")
@@ -115,7 +115,7 @@ class Placement(msgspec.Struct, frozen=True):
             _check_hosts(config, delivery.transport, {place.host for place in self.of("trainer")})
         # Nothing is known of the devices of servers that run already. Such a server refuses what it cannot map.
         _check_devices(delivery.transport, self.of("trainer") if engine.urls else self.places)
-        if not engine.urls:
+        if not engine.urls and not isinstance(engine.count, EngineRange):
             engine = msgspec.structs.replace(engine, count=len(self.of("engine")))
         training = msgspec.structs.replace(training, ranks=len(self.of("trainer")))
         # Each side must know the device of the other, and sees only its own GPUs.
@@ -181,6 +181,41 @@ def move(place: Place, places: Sequence[Place], hosts: Sequence[Host]) -> Place 
     return None
 
 
+def one_more(config: Config, rank: int, places: Sequence[Place], hosts: Sequence[Host]) -> Place:
+    """Return a place for an engine that joins a live run, beside these places. Raises `UserError` if there is none.
+
+    An engine on a GPU gets GPUs that no worker has a place on. A run that began on one host stays there, unless its
+    transport crosses hosts.
+    """
+    used, transport = {place.host for place in places}, config.delivery.transport
+    crosses = transport != "auto" and transport_facts(transport).crosses_hosts
+    near = [host for host in hosts if crosses or host.name in used]
+    own: tuple[str, ...] = ()
+    if any(place.gpus for place in places if place.role == "engine"):
+        taken, size = {(place.host, gpu) for place in places for gpu in place.gpus}, config.engine.gpus_per_engine
+        if config.engine.gpus != "auto":
+            raise UserError(
+                "[engine] gpus: there is no place for one more engine on the GPUs that it gives the engines"
+            )
+        free = {host.name: [gpu.id for gpu in host.gpus if (host.name, gpu.id) not in taken] for host in near}
+        name = next((name for name, gpus in free.items() if len(gpus) >= size), None)
+        if name is None:
+            raise UserError(f"there is no free GPU for one more engine (GPUs of each engine: {size})")
+        own = tuple(free[name][:size])
+    else:
+        [name] = _spread(1, [host.name for host in near], [place.host for place in places])
+    mapped = [gpu for place in places if place.role == "trainer" and place.host == name for gpu in place.gpus]
+    return Place(
+        role="engine",
+        rank=rank,
+        host=name,
+        gpus=own,
+        maps=tuple(mapped) if own and _maps_trainer(config) and used == {name} else (),
+        threads=config.engine.threads,
+        address=next(host.address for host in near if host.name == name),
+    )
+
+
 def check_memory(placement: Placement, hosts: Sequence[Host], needs: Mapping[str, int]) -> None:
     """Raise `ConfigError` if a GPU has less memory than its workers need.
 
@@ -214,7 +249,8 @@ def _divide(config: Config, hosts: Sequence[Host], rates: Rates) -> tuple[list[S
     """Return the GPUs of the engines, one engine's after the other's, and the GPUs of the trainer ranks."""
     engine, trainer, size = config.engine, config.training, config.engine.gpus_per_engine
     everything = [Slot(host.name, index) for host in hosts for index in range(len(host.gpus))]
-    engines = _Wish("engine", "count", engine.count, size, "cpu" if engine.urls else engine.device, engine.gpus, hosts)
+    number = engine.processes if isinstance(engine.count, EngineRange) else engine.count
+    engines = _Wish("engine", "count", number, size, "cpu" if engine.urls else engine.device, engine.gpus, hosts)
     ranks = _Wish("training", "ranks", trainer.ranks, 1, trainer.device, trainer.gpus, hosts)
     if not everything or engines.number == ranks.number == 0:
         return [], []

@@ -92,15 +92,25 @@ class Fleet(Processes):
         self._restarts = dict(restarts or {})
         sweep_socket_dirs()
         self._sockets = SocketDir()
-        names = {place.name for place in places}
+        self.sockets = self._sockets.path
+        """The directory of the run's sockets. Only this user can enter it, and it is gone after `stop`."""
+        self._names = {place.name for place in places}
         address = f"ipc://{self._sockets.path}/hub" if hosts is None else f"tcp://{hosts.address}:*"
         silence = SILENCE_SECONDS if hosts is None else hosts.silence
-        self.hub = Hub(address, self._dispatch, self._silent, self._message_dropped, names=names, silence=silence)
+        self.hub = Hub(address, self._dispatch, self._silent, self._message_dropped, names=self._names, silence=silence)
         self._meeting = Meeting(self.hub, [place.name for place in places if place.role == "trainer"])
         self._reasons: dict[str, str] = {}
         """The reasons why workers end, by worker: the one that it gave, or that its messages cannot be read."""
         self._run_dir = run_dir
         self._places = {place.name: place for place in places}
+        self._reserved: dict[str, Place] = {}
+        """Worker -> the place that the launcher has reserved for it. A worker that was removed keeps it."""
+        self._gone: dict[str, asyncio.Event] = {}
+        """Worker whose process runs -> the event that is set when its process has ended."""
+        self._joining: dict[str, asyncio.Future[None]] = {}
+        """Worker that was added and is not ready yet -> what `add` waits for."""
+        self._leaving: set[str] = set()
+        """The workers that end because they were removed."""
         self._epochs: Counter[str] = Counter()
         self._ready: dict[str, Ready] = {}
         self._stopping = False
@@ -148,6 +158,7 @@ class Fleet(Processes):
         epoch = self._epochs[name]
         self._epochs[name] += 1
         self.hub.expect(name, epoch)
+        self._gone[name] = asyncio.Event()
         place = self._places[name]
         spec = WorkerSpec(
             role=place.role,
@@ -167,6 +178,46 @@ class Fleet(Processes):
             self._unheard.add(name)
         if key := await self._launcher.start(spec):
             self.hub.expect(name, epoch, key)
+
+    async def add(self, place: Place, restarts: int) -> None:
+        """Start one more worker while the run is live, and wait until it is ready.
+
+        Raises `UserError` if it does not become ready, because it cannot be reserved, died, took too long, or was
+        removed meanwhile. Then `remove` must be called.
+        """
+        name = place.name
+        self._names.add(name)
+        self._restarts[name] = restarts
+        self._places[name] = place
+        ready = self._joining[name] = asyncio.get_running_loop().create_future()
+        try:
+            if self._reserved.get(name) != place:
+                await self._reserve([place])
+            if not ready.done():
+                await self._launch(name)
+            async with asyncio.timeout(self._start_seconds):
+                await ready
+        except TimeoutError as error:
+            raise UserError(f"{name} was not ready within {self._start_seconds:g} s") from error
+        finally:
+            del self._joining[name]
+
+    async def remove(self, name: str) -> None:
+        """End one worker while the run is live, and wait until its process has ended. It is not restarted."""
+        self._leaving.add(name)
+        if (joining := self._joining.get(name)) is not None and not joining.done():
+            joining.set_exception(UserError(f"{name} is not needed any more"))
+        if (gone := self._gone.get(name)) is not None:
+            with contextlib.suppress(ChannelError):
+                await self.hub.send(name, Stop())
+            if not await _happened(gone, STOP_SECONDS):
+                self._launcher.kill(name)
+                await _happened(gone, STOP_SECONDS)
+        self._deaths[name] += 1  # What waits for this process, to restart it or to kill it, is void.
+        self._leaving.discard(name)
+        self.restarting.discard(name)
+        for known in (self._places, self._restarts, self._ready, self._ready_since, self._lost_since, self.phases):
+            known.pop(name, None)
 
     def _is_away(self, name: str) -> bool:
         """Return whether a worker is on another host than the controller."""
@@ -191,7 +242,12 @@ class Fleet(Processes):
     async def _watch_exits(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             exited = await self._next_exit()
+            if (gone := self._gone.pop(exited.name, None)) is not None:
+                gone.set()
             if self._stopping:
+                continue
+            if exited.name in self._leaving or exited.name not in self._places:
+                self.hub.mark_dead(PeerDied(exited.name, "it was removed from the run"))
                 continue
             if exited.code in (EXIT_USER_ERROR, EXIT_LOST) and exited.name not in self._reasons:
                 await asyncio.sleep(REASON_SECONDS)
@@ -202,6 +258,9 @@ class Fleet(Processes):
             death = PeerDied(exited.name, reason or _how(exited), lines)
             self._ready.pop(death.peer, None)
             self.hub.mark_dead(death)
+            if (joining := self._joining.get(death.peer)) is not None and not joining.done():
+                joining.set_exception(UserError(str(death)))
+                continue
             # Popped, because a process that dies before it is ready has not served, however long its predecessor
             # served.
             if time.monotonic() - self._ready_since.pop(death.peer, time.monotonic()) > HEALTHY_SECONDS:
@@ -244,11 +303,11 @@ class Fleet(Processes):
         return exited
 
     async def _restart(self, death: PeerDied) -> None:
-        lost = death.peer in self._lost_since
+        lost, deaths = death.peer in self._lost_since, self._deaths[death.peer]
         await asyncio.sleep(HOST_SECONDS if lost else FIRST_PAUSE * 2 ** (self._in_a_row[death.peer] - 1))
-        if self._stopping:
+        if self._stopping or self._deaths[death.peer] != deaths:
             return
-        deaths, in_start = self._deaths[death.peer], not self._started
+        in_start = not self._started
         if lost:
             await self._wait_or_move(death)
         await self._launch(death.peer)
@@ -284,6 +343,7 @@ class Fleet(Processes):
         if isinstance(self._launcher, ClusterLauncher):
             await self._launcher.hosts()
             await self._launcher.reserve(places)
+        self._reserved |= {place.name: place for place in places}
 
     def rejoined(self, name: str) -> None:
         """Report that a restarted worker does its work again. After that, a user's mistake in it ends the run."""
@@ -307,7 +367,7 @@ class Fleet(Processes):
     async def _watch_silence(self) -> None:
         while True:
             death, deaths = await self._silenced.get()
-            if self._deaths[death.peer] != deaths:
+            if self._deaths[death.peer] != deaths or death.peer in self._leaving:
                 continue
             if death.peer in self.hub.peers:
                 # It cannot be reached, but was heard a moment ago: it may have just ended. Its launcher knows how it
@@ -360,6 +420,8 @@ class Fleet(Processes):
             case Ready():
                 self._ready[peer] = message
                 self._ready_since[peer] = time.monotonic()
+                if (joining := self._joining.get(peer)) is not None and not joining.done():
+                    joining.set_result(None)
             case FailureReason(reason=reason):
                 self._reasons[peer] = reason
             case LogText(text=text):
@@ -377,6 +439,14 @@ class Fleet(Processes):
                 self._meeting.heard(peer, message)
             case _:
                 self._events.put(Heard(peer, message))
+
+
+async def _happened(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for an event, at most so many seconds. Return whether it happened."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()
 
 
 def _may_follow(exited: Exit) -> bool:

@@ -22,6 +22,7 @@ from headrace.config.schema import (
     AlgorithmConfig,
     Config,
     DatasetTaskConfig,
+    EngineRange,
     LoraConfig,
     RolloutsConfig,
     is_reference,
@@ -145,6 +146,11 @@ def _check_engine(config: Config) -> None:
             f"[engine] cache_tokens: {engine.cache_tokens} cannot hold one answer of "
             f"[rollouts] max_tokens = {longest} with its prompt"
         )
+    if isinstance(engine.count, EngineRange):
+        if engine.count.least > engine.count.most:
+            raise ConfigError(f"[engine] count: least = {engine.count.least} is above most = {engine.count.most}")
+        if engine.urls:
+            raise ConfigError("[engine] count: urls name the servers; `headrace scale RUN_DIR --add URL` adds one")
     if engine.kind == "embedded":
         for key in ("python", "urls", "port", "arguments"):
             if getattr(engine, key):

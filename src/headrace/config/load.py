@@ -265,9 +265,14 @@ def _explain(message: str, *inside: str) -> str:
     where = f"[{parts[0]}]" if parts else ""
     if unknown := _UNKNOWN.search(what):
         noun = "key" if parts else "section"
-        return f"{where} unknown {noun} {unknown['key']!r} ({_hint(unknown['key'], _known_keys(parts))})".strip()
+        unknown_key = ".".join([*parts[1:], unknown["key"]])
+        return f"{where} unknown {noun} {unknown_key!r} ({_hint(unknown['key'], _known_keys(parts))})".strip()
     if missing := _MISSING.search(what):
-        return f"{where} {missing['key']} is required" if parts else f"section [{missing['key']}] is required"
+        return (
+            f"{where} {'.'.join([*parts[1:], missing['key']])} is required"
+            if parts
+            else f"section [{missing['key']}] is required"
+        )
     key = ".".join(part.removesuffix("]") for part in parts[1:] if part.strip(".]"))
     detail = what[0].lower() + what[1:]
     if allowed := _allowed_values(parts):
@@ -283,7 +288,12 @@ def _hint(key: str, known: list[str]) -> str:
 def _known_keys(parts: list[str]) -> list[str]:
     if not parts:
         return [*(key for key in typing.get_type_hints(Config) if key not in NAMES), "tasks", "policies"]
-    return sorted({key for kind in _kinds(parts[0]) for key in typing.get_type_hints(kind)})
+    found = _kinds(parts[0])
+    for part in parts[1:]:
+        hints = [typing.get_type_hints(kind).get(part) for kind in found]
+        found = [kind for hint in hints for kind in typing.get_args(hint) if isinstance(kind, type)]
+        found = [kind for kind in found if issubclass(kind, Section)]
+    return sorted({key for kind in found for key in typing.get_type_hints(kind)})
 
 
 def _kinds(section: str) -> list[type[Section]]:

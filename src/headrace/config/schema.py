@@ -22,7 +22,9 @@ class Names(tuple[str, ...]):
 
 
 Positive = Annotated[int, Meta(ge=1)]
-Processes = Annotated[int, Meta(ge=1, le=4096)]
+PROCESSES = 4096
+"""The most processes of one role."""
+Processes = Annotated[int, Meta(ge=1, le=PROCESSES)]
 NonNegative = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
@@ -151,14 +153,22 @@ class AgentTaskConfig(TaskSection, frozen=True, kw_only=True, tag="agent"):
 TaskConfig = DatasetTaskConfig | GymTaskConfig | EnvironmentTaskConfig | AgentTaskConfig
 
 
+class EngineRange(Section, frozen=True, kw_only=True):
+    """The bounds between which a run chooses its number of engines."""
+
+    least: Processes = 1
+    most: Processes
+
+
 class EngineConfig(Section, frozen=True):
     """[engine]: the engines, which generate tokens."""
 
     kind: Annotated[str, Names(("embedded", "vllm"))] = "embedded"
     """The kind of engine: Headrace's own (`embedded`), vLLM servers, or `module:factory` of an engine of yours."""
-    count: Processes | None = None
+    count: Processes | EngineRange | None = None
     """The number of engine processes (vLLM: of servers to start). It follows from `gpus` where GPUs are used, and is
-    otherwise 1."""
+    otherwise 1. With `{least = 1, most = 4}` the run begins with `least` engines, and then chooses their number itself
+    (`docs/cluster.md`)."""
     gpus: Gpus = "auto"
     """The GPUs of the engines: a number, a list of indices, or a text such as "0-5,7" or "host:0-3". A GPU that is
     listed twice serves two engines, and one that [training] lists too is shared with the trainer. `auto` takes what the
@@ -209,8 +219,15 @@ class EngineConfig(Section, frozen=True):
 
     @property
     def processes(self) -> int:
-        """The number of engine processes of the run."""
+        """The number of engine processes that the run has places for: those of [engine] count, or the most of them."""
+        if isinstance(self.count, EngineRange):
+            return self.count.most
         return len(self.urls) or self.count or 1
+
+    @property
+    def at_start(self) -> int:
+        """The number of engine processes with which a new run begins."""
+        return self.count.least if isinstance(self.count, EngineRange) else self.processes
 
 
 class RolloutsConfig(Section, frozen=True):

@@ -33,6 +33,7 @@ class EnginePool:
         self._proved = {engine.name: NO_VERSION for engine in engines}
         self._refused: dict[str, int] = {}
         self._away: dict[str, str] = {}
+        self._retired: set[str] = set()
         self._lives: Counter[str] = Counter()
         """The number of times each engine was lost. All requests that it got before the last loss have ended."""
         self._open: dict[str, Engine] = {}
@@ -93,6 +94,27 @@ class EnginePool:
         """The number of requests that wait for an engine that serves."""
         return len(self._unplaced)
 
+    def requests(self, name: str) -> int:
+        """Return the number of running requests of this engine, also while it is away."""
+        return self._running[name]
+
+    def add(self, engine: Engine) -> None:
+        """Add an engine to the pool. It gets requests once it has proved its weights."""
+        self.engines = [*self.engines, engine]
+        self._proved[engine.name] = NO_VERSION
+
+    def retire(self, name: str, reason: str) -> None:
+        """Mark an engine as lost for good, because it leaves the pool."""
+        self._retired.add(name)
+        self.lose(name, reason)
+
+    def remove(self, name: str) -> None:
+        """Remove an engine that was retired from the pool."""
+        self.engines = [engine for engine in self.engines if engine.name != name]
+        self._retired.discard(name)
+        self._refused.pop(name, None)
+        del self._away[name], self._proved[name]
+
     def lose(self, name: str, reason: str) -> None:
         """Mark an engine as lost. Its requests end as aborted. It gets no new ones until it has proved its weights."""
         self._away[name] = reason
@@ -103,11 +125,14 @@ class EnginePool:
         self._home = {group: home for group, home in self._home.items() if home != name}
 
     def take_back(self, name: str) -> None:
-        """Mark a lost engine as back. It has no proved weights yet."""
-        self._away.pop(name, None)
+        """Mark a lost engine as back. It has no proved weights yet. One that was retired does not come back."""
+        if name not in self._retired:
+            self._away.pop(name, None)
 
     def loaded(self, proof: Proof) -> None:
-        """Record the result of a load, which decides whether the engine serves."""
+        """Record the result of a load, which decides whether the engine serves. One that has left does not."""
+        if proof.engine not in self._proved:
+            return
         if proof.accepted:
             self._proved[proof.engine] = proof.version
         elif proof.quarantined:

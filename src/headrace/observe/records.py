@@ -58,6 +58,8 @@ class DeliveryRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.accepted and not self.quarantined
 
 
+ENGINES = "engines"
+"""The key under which the journal has the ranks of the engines that a run was scaled to."""
 SKIPPED_EVALUATION = "evaluation skipped "
 """The beginning of a key of table `meta` whose value is an evaluation that was due and has no result."""
 

@@ -141,6 +141,11 @@ class Activity:
         """Forget a process that has ended, and return its last tokens per second."""
         return self._rates.pop(process, 0.0)
 
+    def left(self, process: str) -> None:
+        """Forget a process that was ended on purpose. The time until it is started again is not idle."""
+        self._last_beat.pop(process, None)
+        self._rates.pop(process, None)
+
 
 class Timeline:
     """The writer of timeline.json for all processes of a run. It is not thread-safe: the controller owns it."""

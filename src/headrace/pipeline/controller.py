@@ -12,6 +12,7 @@
               trainer, which holds at most two batches
     DELIVER   a published version; engines that prove it  `Published`, `VersionProved`; a loop per engine (`Deliveries`)
     SAVE      0.2 seconds                                 the clock; new tokens are journalled (`attempts`)
+    SCALE     0.1 seconds                                 the clock; engines join and leave (`scaling`)
     EVALUATE  answers to held-out prompts                 DELIVER, every `[evaluate] every` versions (`episodes`);
                                                           a task, not a loop
 
@@ -34,9 +35,11 @@ from headrace.engines.serving import Deltas
 from headrace.errors import PeerDied
 from headrace.pipeline.attempts import INTERRUPTED, SURPLUS, Attempts
 from headrace.pipeline.batches import make_batch, warm_start_batches
+from headrace.pipeline.elastic import Idle
 from headrace.pipeline.episodes import Episodes, Evaluations
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recovery import Recovery
+from headrace.pipeline.scaling import Scaling
 from headrace.pipeline.steps import Steps
 from headrace.pipeline.versions import Deliveries, VersionProved, Versions
 from headrace.pipeline.waits import EngineWatch, Status
@@ -79,6 +82,7 @@ class Controller:
         trained = parts.checkpoint.step if parts.checkpoint.found else -self.config.warm_start.steps
         self.steps = Steps(parts.trainer, parts.waits, parts.stopping, trained)
         self.recovery = Recovery(parts, self.versions, self.steps, self.watch)
+        self.scaling = Scaling(parts, self.versions, self.deliveries, self.watch, self._idle)
         self.total_batches = (self.config.run.versions - parts.versions_done) * self.config.delivery.publish_every
         self._at_trainer = 0
         self._trained_batches = 0
@@ -178,6 +182,7 @@ class Controller:
         """Handle events in their order and deliver versions, until cancelled. All other loops depend on this one."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.deliveries.run(), name="deliver to engines")
+            tasks.create_task(self.scaling.run(), name="scale the engines")
             while True:
                 for event in await self.events.take():
                     self._handle(event, tasks)
@@ -187,7 +192,8 @@ class Controller:
         gateway = self.parts.gateway
         match event:
             case Heard(engine, Deltas() as tokens):
-                self.parts.remote[engine].deliver(tokens.deltas)
+                if engine in self.parts.remote:  # It may have left meanwhile.
+                    self.parts.remote[engine].deliver(tokens.deltas)
                 self.watch.progress(engine)
                 self.waits.moved()
             case Heard(process, Heartbeat() as beat):
@@ -356,6 +362,17 @@ class Controller:
             self.recorder.version_served(self.parts.versions_done + self.window.count(self.versions.proved))
             self.waits.moved()
         return True
+
+    # ---- SCALE
+
+    def _idle(self) -> Idle | None:
+        """Return who has nothing to do at this moment; None if the moment is not typical of the run."""
+        engines = self.parts.pool.running
+        away = self.steps.is_away or any(self.parts.pool.proved(e.name) < 0 for e in self.parts.pool.engines)
+        if away or self.stopping or self.recorder.shown.phase != "training":
+            return None
+        without = sum(not requests for requests in engines.values()) / len(engines)
+        return Idle(trainer=float(not self._at_trainer), engines=0.0 if self.window.may_admit() else without)
 
     # ---- SAVE
 

@@ -198,7 +198,7 @@ class Evaluations:
         if stopping.is_set():
             recorder.evaluation_skipped(version, moment, STOPPED)
             return True
-        slots = self._parts.config.engine.slots * self._parts.config.engine.processes
+        slots = self._parts.config.engine.slots * len(self._parts.pool.engines)
         if moment == "during" and not self._synchronous:
             slots = max(1, slots // EVALUATION_SHARE)
 

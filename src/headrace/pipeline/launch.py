@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -31,20 +33,22 @@ from headrace.channel.files import FilesComplete, write_folder
 from headrace.channel.heartbeats import Welcome
 from headrace.channel.hub import Hub
 from headrace.channel.worker_side import sweep_marked
-from headrace.cluster.inventory import place_run
+from headrace.cluster.inventory import chosen_hosts, place_run
 from headrace.cluster.launchers.local import hosts_of, make_launcher
 from headrace.cluster.mps import Mps, sweep_daemons
-from headrace.cluster.placement import Host, Place
+from headrace.cluster.placement import Host, Place, one_more
 from headrace.cluster.supervision import Fleet, SeveralHosts
 from headrace.config import AgentTaskConfig, Config, dump_config, load_config, with_settings
 from headrace.config.file_digests import check_digests
 from headrace.config.memory import longest_sequence
 from headrace.config.model_dir import ModelFacts, model_facts
 from headrace.config.remarks import remarks
-from headrace.delivery.setup import clean, prepare
+from headrace.config.schema import PROCESSES
+from headrace.delivery.setup import choose, clean, prepare
 from headrace.delivery.transports.tcp_wire import KEYS
 from headrace.engines.pool import EnginePool
 from headrace.engines.serving import RemoteEngine
+from headrace.engines.vllm.building import check_hosts
 from headrace.errors import DiskError, HeadraceError, UserError
 from headrace.gateway.agents import AgentTask
 from headrace.gateway.episode import AgentEpisode
@@ -52,7 +56,9 @@ from headrace.gateway.relay import KEY_VARIABLE, Relay, checked_key
 from headrace.gateway.session import new_key
 from headrace.observe.metrics import MetricsLog, Trackers, reported_step
 from headrace.observe.progress import Progress
+from headrace.observe.records import ENGINES
 from headrace.observe.spans import RunClock, Timeline, timeline_damage
+from headrace.pipeline.commands import command_socket
 from headrace.pipeline.controller import Controller
 from headrace.pipeline.inputs import ReadyTask, check_inputs
 from headrace.pipeline.parts import Parts
@@ -71,16 +77,39 @@ TRAINER = "trainer-0"
 GATEWAY = "gateway-0"
 SHOW_SECONDS = 0.25
 WATCH_SECONDS = 1.0
+ENGINE_KEYS = re.compile(r"\bengine\.(count|gpus|urls)\b")
+"""The settings of a resume that say which engines there are, whatever the run was scaled to."""
 
 
 class Workers:
-    """The worker processes of a run, ready to be started, and the handles to talk to them."""
+    """The worker processes of a run, ready to be started, and the handles to talk to them.
 
-    def __init__(self, config: Config, run_dir: RunDir, hosts: Sequence[Host]) -> None:
+    While the run is live, it starts and ends single engines (`elastic.Crew`).
+    """
+
+    def __init__(
+        self, config: Config, run_dir: RunDir, hosts: Sequence[Host], ranks: Sequence[int] | None = None
+    ) -> None:
+        """`ranks` are those of the engines that are started; by default as many as the configuration says."""
         _, placement = place_run(config, hosts)
+        self._config = config
+        self._run_dir = run_dir
+        self._hosts = chosen_hosts(config, hosts)
+        self.ranks = list(range(config.engine.at_start)) if ranks is None else list(ranks)
+        self.urls = list(config.engine.urls)
+        self._places = {place.name: place for place in placement.places}
+        """Worker -> its place. An engine that is not started yet, or has left, keeps its own."""
+        try:
+            for rank in self.ranks:
+                self.place(rank)
+        except UserError as error:
+            raise UserError(
+                f"{error}: the run was scaled to {len(self.ranks)} engines; give it another number with --set "
+                "engine.count=N"
+            ) from error
         prepare(config.delivery, run_dir.path)
         (run_dir.path / RENDEZVOUS).unlink(missing_ok=True)
-        trainers, engines = placement.of("trainer"), placement.of("engine")
+        trainers, engines = placement.of("trainer"), [self._places[f"engine-{rank}"] for rank in self.ranks]
         gateways = []
         if isinstance(config.task, AgentTaskConfig) or config.gateway.serve:
             gateways = [Place(role="gateway", rank=0, host=hosts[0].name, address=hosts[0].address)]
@@ -93,17 +122,14 @@ class Workers:
         self.fleet = Fleet(
             make_launcher(config, self.mps.environment),
             run_dir.path,
-            [*placement.places, *gateways],
+            [*trainers, *engines, *gateways],
             self.events,
             {place.name: config.pipeline.restarts for place in restarted},
             _several_hosts(config, run_dir, hosts) if hosts[0].address else None,
         )
         stall, deadline = config.pipeline.stall_seconds, config.delivery.deadline
-        self.engines = {
-            place.name: RemoteEngine(self.fleet.hub, place.name, load_deadline=deadline, token_deadline=stall)
-            for place in engines
-        }
-        self.beside_trainer = [place.name for place in engines if TRAINER in place.neighbours]
+        self.engines = {place.name: self._handle(place.name) for place in engines}
+        self.beside_trainer = [place.name for place in placement.of("engine") if TRAINER in place.neighbours]
         """The engines that share their GPU with the trainer."""
         others = [place.name for place in trainers[1:]]
         longest = max(stall, deadline + config.evaluate.longest_hold)
@@ -116,6 +142,42 @@ class Workers:
             checkpoints=run_dir.checkpoints if away else None,
             keep=config.training.keep_checkpoints,
         )
+
+    def _handle(self, name: str) -> RemoteEngine:
+        stall, deadline = self._config.pipeline.stall_seconds, self._config.delivery.deadline
+        return RemoteEngine(self.fleet.hub, name, load_deadline=deadline, token_deadline=stall)
+
+    def place(self, rank: int) -> None:
+        """See `Crew.place`."""
+        if f"engine-{rank}" not in self._places:
+            found = one_more(self._config, rank, list(self._places.values()), self._hosts)
+            self._places[found.name] = found
+
+    def add_url(self, url: str) -> int:
+        """See `Crew.add_url`. Workers read the URL of their server from the configuration of the run."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(f"--add {url}: it is not a URL such as http://127.0.0.1:8000")
+        # Every worker that starts checks all of them, so a server out of reach must not come among them.
+        check_hosts([url], choose(self._config.delivery).transport)
+        if url not in self.urls:
+            engine = msgspec.structs.replace(self._config.engine, urls=[*self.urls, url])
+            self._config = msgspec.structs.replace(self._config, engine=engine)
+            write_whole(self._run_dir.config, dump_config(self._config).encode(), durable=True)
+            self.urls.append(url)
+        rank = self.urls.index(url)
+        self.place(rank)
+        return rank
+
+    async def start(self, rank: int) -> RemoteEngine:
+        """See `Crew.start`."""
+        name = f"engine-{rank}"
+        await self.fleet.add(self._places[name], self._config.pipeline.restarts)
+        return self._handle(name)
+
+    async def end(self, rank: int) -> None:
+        """See `Crew.end`."""
+        await self.fleet.remove(f"engine-{rank}")
 
 
 def _several_hosts(config: Config, run_dir: RunDir, hosts: Sequence[Host]) -> SeveralHosts:
@@ -165,10 +227,12 @@ class RunSession:
         *,
         journal: Callable[..., Journal] = Journal,
         tokenizer_known: bool = False,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         """`journal` differs from the default only where the journal itself is measured.
 
-        `tokenizer_known` says that the journal has the digest of the tokenizer that the run began with.
+        `tokenizer_known` says that the journal has the digest of the tokenizer that the run began with. `ranks` are
+        those of the engines to begin with, if the run was scaled before.
         """
         self.config = config
         self.run_dir = run_dir
@@ -177,6 +241,7 @@ class RunSession:
         self._chat = chat
         self._journal = journal
         self._tokenizer_known = tokenizer_known
+        self._ranks = ranks
         self._hosts = hosts_of(config)
         self._controller: Controller | None = None
         self._gateway: Relay | None = None
@@ -205,7 +270,7 @@ class RunSession:
             self.progress.note(remark)
         workers: Workers | None = None
         try:
-            workers = Workers(self.config, self.run_dir, self._hosts)
+            workers = Workers(self.config, self.run_dir, self._hosts, self._ranks)
             if workers.mps.missing:
                 said = f'[pipeline] one_gpu = "mps": {workers.mps.missing}'
                 self.progress.note(f"{said}; trainer and engines take turns instead")
@@ -256,9 +321,11 @@ class RunSession:
             self.run_dir.keep_config()
             watchers.append(guard.create_task(self._show_loop(controller), name="show"))
             watchers.append(guard.create_task(self._watch_loop(workers, controller), name="watch stalls"))
-            await controller.begin()
-            await controller.train()
-            await controller.finish()
+            commands = command_socket(fleet.sockets / "cmd", self.run_dir.control, controller.scaling.ask)
+            async with commands:
+                await controller.begin()
+                await controller.train()
+                await controller.finish()
             self.outcome = "interrupted" if controller.stopping else "finished"
             for watcher in watchers:
                 watcher.cancel()
@@ -305,7 +372,8 @@ class RunSession:
             waits=waits,
             events=workers.events,
             processes=workers.fleet,
-            remote=workers.engines,
+            remote=dict(workers.engines),
+            crew=workers,
             scoring=self._task.scoring,
             gateway=relay,
             agents=partial(AgentEpisode, relay=relay) if relay is not None and isinstance(task, AgentTask) else None,
@@ -318,7 +386,8 @@ class RunSession:
         journal.meta("outcome", "running")
         journal.meta("lag_bound", parts.window.lag_bound)
         journal.meta("no_mps", workers.mps.missing or None)
-        journal.meta("engines", {name: workers.fleet.facts(name) for name in workers.engines})
+        journal.meta("engine_facts", {name: workers.fleet.facts(name) for name in workers.engines})
+        journal.meta(ENGINES, workers.ranks)
         return Controller(parts)
 
     def _make_gateway(self, workers: Workers, pool: EnginePool) -> Relay | None:
@@ -478,6 +547,14 @@ def _set_damage_aside(run_dir: RunDir, policy: str) -> Iterator[str]:
         )
 
 
+def _scaled_to(found: Any, config: Config) -> list[int] | None:
+    """Return the ranks of the engines that a run was scaled to; None if the journal does not have them."""
+    limit = len(config.engine.urls) or PROCESSES
+    if not isinstance(found, list) or not all(isinstance(rank, int) and 0 <= rank < limit for rank in found):
+        return None
+    return sorted(set(found)) or None
+
+
 def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) -> RunSession:
     """Continue a run from its newest checkpoint, or begin it if it ended before it began.
 
@@ -485,6 +562,7 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) ->
     started with it.
     """
     run_dir, before = RunDir.open(path)
+    settings = list(settings)
     config = with_settings(before, settings)
     config, _ = place_run(config, hosts_of(config))
     check_store(config, new=not run_dir.journal.is_file())
@@ -493,7 +571,8 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) ->
             return _begin_again(run_dir, config, progress, partial(Journal, lock=lock))
     # The lock is held from here on: another resume of the same run is refused before it starts anything.
     with check_resumable(run_dir.journal) as lock:
-        return _resume(run_dir, before, config, progress, partial(Journal, lock=lock))
+        as_scaled = not any(ENGINE_KEYS.search(setting.partition("=")[0]) for setting in settings)
+        return _resume(run_dir, before, config, progress, partial(Journal, lock=lock), as_scaled=as_scaled)
 
 
 def _begin_again(
@@ -510,13 +589,22 @@ def _begin_again(
 
 
 def _resume(
-    run_dir: RunDir, before: Config, config: Config, progress: Progress, make_journal: Callable[..., Journal]
+    run_dir: RunDir,
+    before: Config,
+    config: Config,
+    progress: Progress,
+    make_journal: Callable[..., Journal],
+    *,
+    as_scaled: bool,
 ) -> RunSession:
+    """Resume a run that has a journal; if `as_scaled`, with the engines that it was scaled to."""
     for line in _set_damage_aside(run_dir, config.policy_name):
         progress.note(line)
     task, chat = check_inputs(config)
     with open_readonly(run_dir.journal) as journal:
-        known = journal.meta().get("tokenizer")
+        meta = journal.meta()
+    known = meta.get("tokenizer")
+    ranks = _scaled_to(meta.get(ENGINES), config) if as_scaled else None
     if known is None:
         progress.note("the journal has no digest of the run's tokenizer; that of today is recorded")
     elif known != chat.digest:
@@ -531,5 +619,5 @@ def _resume(
             progress.note(f"config now: {line}")
     with run_dir.report_full_disk(), run_dir.with_trial_config(config):
         return RunSession(
-            config, run_dir, progress, task, chat, journal=make_journal, tokenizer_known=known is not None
+            config, run_dir, progress, task, chat, journal=make_journal, tokenizer_known=known is not None, ranks=ranks
         ).execute()

@@ -1,7 +1,6 @@
 """The parts of a run that the controller is given, real, simulated or in a test, each behind its protocol."""
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 
 from headrace.buffer.recovery import Recovered
@@ -12,6 +11,7 @@ from headrace.config import Config
 from headrace.engines.pool import EnginePool
 from headrace.engines.streams import StreamedEngine
 from headrace.gateway.base import EpisodeMaker, GatewayHandle
+from headrace.pipeline.elastic import Crew
 from headrace.pipeline.recording import Outputs, Recorder
 from headrace.pipeline.waits import Waits
 from headrace.rollouts.base import ChatFormat
@@ -41,8 +41,10 @@ class Parts:
     """The queue in which workers, group tasks and supervision tell the controller what happened."""
     processes: Processes = field(default_factory=Processes)
     """The supervisor of the engine and trainer processes."""
-    remote: Mapping[str, StreamedEngine] = field(default_factory=dict)
+    remote: dict[str, StreamedEngine] = field(default_factory=dict)
     """The engines of the pool that run in their own processes, by name."""
+    crew: Crew | None = None
+    """Starts and ends single engines while the run is live. If None, their number stays as it is."""
     scoring: Stage = field(default_factory=Stage)
     """The stage that scores every rollout. Without scorers, the environment or the agent gives the reward."""
     gateway: GatewayHandle | None = None

@@ -26,6 +26,7 @@ from headrace.errors import one_line
 from headrace.observe.metrics import LengthDrift, MetricsLog, describe_end
 from headrace.observe.progress import ProcessActivity, Progress, RunSnapshot
 from headrace.observe.records import (
+    ENGINES,
     SKIPPED_EVALUATION,
     DeliveryRecord,
     EvaluationRecord,
@@ -340,6 +341,21 @@ class Recorder:
             seconds = held_back_seconds(self.ledgers.rollouts.counts().in_flight) + STEP_SECONDS
             tokens = round(self._activity.died(process) * seconds)
         self.journal.restarted(process, one_line(reason), steps=steps, regenerated_tokens=tokens)
+
+    def resized(self, before: int, ranks: Sequence[int], why: str) -> None:
+        """Record that the number of engines is changed. A resumed run begins with the engines of these ranks."""
+        self.journal.meta(ENGINES, list(ranks))
+        self._metrics.write("engines", before=before, after=len(ranks), why=why)
+        self.note(f"engines {before} -> {len(ranks)}: {why}")
+
+    def left(self, process: str) -> None:
+        """Record that a process has left the run."""
+        self._activity.left(process)
+        self.shown.processes.pop(process, None)
+
+    def idle(self, version: int, engines: int, trainer: float, generation: float) -> None:
+        """Record which share of the time trainer and engines had nothing to do, since the last such record."""
+        self._metrics.write("idle", version=version, engines=engines, trainer_idle=trainer, engine_idle=generation)
 
     def _scheduled(self, event: Literal["admit", "complete", "consume", "swap"], **facts: Any) -> None:
         if self._record:

@@ -79,6 +79,11 @@ class Steps:
             raise death
         self.away()
 
+    @property
+    def is_away(self) -> bool:
+        """Whether the trainer is gone and has not come back."""
+        return not self._present
+
     def away(self) -> None:
         """Record that the trainer is gone: no step has a turn until it is back."""
         self._present = False

@@ -29,7 +29,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from headrace.channel.events import Event
@@ -176,19 +176,37 @@ class Deliveries:
         self._patience = parts.config.delivery.patience
         self._together = parts.window.depth == 0
         """Whether a version is declared only when all present engines have proved it, without a time limit."""
-        self._turn = asyncio.Semaphore(1 if parts.config.delivery.rolling else len(parts.pool.engines))
+        rolling = parts.config.delivery.rolling
+        self._turn: AbstractAsyncContextManager[None] = asyncio.Semaphore(1) if rolling else nullcontext()
         self._versions = versions
         self._clock = clock
         self._first_proof: dict[int, float] = {}
         """The time at which the first engine proved each version, by version."""
         self._answered: dict[str, Proof] = {}
         """The last proof of each engine that the controller has handled, by engine name."""
+        self._loops: dict[str, asyncio.Task[None]] = {}
+        """The loop of each engine, by engine name."""
+        self._ending: set[str] = set()
+        """The engines whose loops end as soon as they have nothing to do."""
 
     async def run(self) -> None:
         """Run the loops of all engines until cancelled."""
-        async with asyncio.TaskGroup() as loops:
+        async with asyncio.TaskGroup() as self._tasks:
             for engine in self._pool.engines:
-                loops.create_task(self._engine_loop(engine), name=f"deliver to {engine.name}")
+                self.begin(engine)
+
+    def begin(self, engine: Engine) -> None:
+        """Deliver to one more engine from now on. `run` must be running."""
+        task = self._tasks.create_task(self._engine_loop(engine), name=f"deliver to {engine.name}")
+        self._loops[engine.name] = task
+
+    async def end(self, name: str) -> None:
+        """Deliver no more to this engine, which was retired and has ended. Free the bytes that were kept for it."""
+        self._ending.add(name)
+        self._waits.ring()
+        await asyncio.wait([self._loops.pop(name)])
+        self._ending.discard(name)
+        await self._acknowledge()
 
     async def deliver(self, manifest: Manifest) -> bool:
         """Wait until enough engines have proved a sent version, then declare it. Return False if it became void."""
@@ -215,8 +233,10 @@ class Deliveries:
         self._waits.moved()
 
     async def _engine_loop(self, engine: Engine) -> None:
-        while True:
-            await self._waits.until(engine.name, lambda: "a newer version", lambda: self._wants(engine.name))
+        while engine.name not in self._ending:
+            await self._waits.until(
+                engine.name, lambda: "a newer version", lambda: self._wants(engine.name) or engine.name in self._ending
+            )
             async with self._turn:
                 if not self._wants(engine.name):
                     continue  # It was held or lost while it waited for its turn.

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from headrace.cli.main import app
 from headrace.cluster.inventory import Device, place_run, visible
-from headrace.cluster.placement import Gpu, Host, Placement, check_memory, move, place
+from headrace.cluster.placement import Gpu, Host, Placement, check_memory, move, one_more, place
 from headrace.config import Config, with_settings
 from headrace.config.schema import GymTaskConfig, ModelConfig
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import ConfigError, HeadraceError, UserError
 
 GIB = 1 << 30
 MODEL = Path(__file__).parents[2] / "data" / "tiny_model"
@@ -522,3 +522,47 @@ def test_a_configuration_for_gpus_can_be_checked_on_a_host_without(tmp_path: Pat
     done = CliRunner().invoke(app, ["check", str(tmp_path / "run.toml")])
     assert done.exit_code == 0, done.output
     assert 'places      not on this host: [engine] device = "cuda", but there is no GPU' in done.output.splitlines()
+
+
+RANGE = "engine.count={least=1, most=3}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "hosts", "expected"),
+    [
+        ((), [host(0)], "localhost"),
+        ((RANGE,), [host(0)], "localhost"),
+        (("engine.count=1", "training.ranks=1"), [host(4)], "localhost:1+3"),
+        (("engine.count=2", "training.ranks=1", "delivery.transport=tcp"), [host(4)], "localhost:2"),
+        (("engine.count=1", "training.ranks=1"), [host(2, "a"), host(2, "b")], "there is no free GPU for one more "),
+        (
+            ("engine.count=1", "training.ranks=1", "delivery.transport=tcp"),
+            [host(2, "a"), host(2, "b")],
+            "b:0",
+        ),
+        (("delivery.transport=tcp",), [host(0, "a"), host(0, "b"), host(0, "c")], "b"),
+        ((), [host(2)], "there is no free GPU for one more engine"),
+        (("engine.gpus=[0]", "training.gpus=[1]"), [host(4)], "[engine] gpus: there is no place for one more engine"),
+    ],
+)
+def test_one_more_engine_gets_a_place_that_nobody_has(
+    settings: tuple[str, ...], hosts: list[Host], expected: str
+) -> None:
+    config, placement = place_run(configured("model.weights=random", *settings), hosts)
+    rank = len(placement.of("engine"))
+    try:
+        found = one_more(config, rank, placement.places, hosts)
+    except UserError as error:
+        assert str(error).startswith(expected)
+        return
+    assert shown(Placement((found,))) == {f"engine-{rank}": expected}
+    assert found.neighbours == () and found.threads == config.engine.threads
+
+
+@pytest.mark.parametrize("more", [(), ("engine.gpus=[0, 1, 2]",), ("engine.gpus=3",)])
+def test_a_range_of_engines_has_places_for_the_most(more: tuple[str, ...]) -> None:
+    config, placement = place_run(configured("model.weights=random", RANGE, *more), [host(4)])
+    assert shown(placement) == workers(trainer="3", engine="0 1 2", maps="3")
+    assert (config.engine.processes, config.engine.at_start) == (3, 1)
+    with pytest.raises(ConfigError, match=re.escape("[engine] count = 3, but gpus make 2; leave one of them out")):
+        place_run(configured("model.weights=random", RANGE, "engine.gpus=[0, 1]"), [host(4)])

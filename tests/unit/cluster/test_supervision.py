@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.channel.codec import Message
-from headrace.channel.events import Events, Returned
+from headrace.channel.events import Died, Event, Events, Returned
 from headrace.channel.heartbeats import Stop
 from headrace.channel.hub import Hub
 from headrace.channel.worker_link import WorkerLink
@@ -19,7 +19,7 @@ from headrace.cluster import supervision
 from headrace.cluster.launchers.base import Exit, WorkerSpec
 from headrace.cluster.placement import Place
 from headrace.cluster.supervision import Fleet
-from headrace.errors import PeerDied
+from headrace.errors import PeerDied, UserError
 from waiting import until
 
 
@@ -51,6 +51,10 @@ class Threads:
 
     def die(self, name: str, code: int = -9) -> None:
         self.links.pop(name).close()
+        self._exits.put_nowait(Exit(name=name, code=code, last_lines=""))
+
+    def exit_unheard(self, name: str, code: int) -> None:
+        """A process ends that has not said hello yet."""
         self._exits.put_nowait(Exit(name=name, code=code, last_lines=""))
 
     def kill(self, name: str) -> None:
@@ -156,3 +160,67 @@ async def test_of_ranks_that_die_together_the_one_that_was_killed_is_named(
         assert [str(error) for error in raised.value.exceptions] == [told]
     finally:
         await fleet.stop()
+
+
+ENGINE = Place(role="engine", rank=3, host="localhost")
+
+
+async def news(launcher: Threads) -> list[Event]:
+    """What was reported about deaths and restarts so far."""
+    return [event for event in await launcher.events.take() if isinstance(event, Died | Returned)]
+
+
+async def test_a_worker_joins_and_leaves_a_live_fleet_and_its_end_is_no_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "STOP_SECONDS", 0.2)
+    launcher = Threads()
+    async with fleet_of(launcher, tmp_path) as fleet:
+        for time in (1, 2):
+            await fleet.add(ENGINE, 3)
+            assert "engine-3" in fleet.hub.peers and launcher.started == 1 + time
+            await fleet.remove("engine-3")  # It does not end by itself, and is killed.
+            assert launcher.killed == ["engine-3"] * time
+            assert fleet.hub.peers == ["trainer-0"] and set(fleet.phases) <= {"trainer-0"}
+            with pytest.raises(PeerDied, match="it was removed from the run"):
+                await fleet.hub.send("engine-3", Stop())
+        assert await news(launcher) == []
+        assert fleet.restarting == set()
+
+
+async def test_a_worker_that_dies_before_it_is_ready_is_given_up_and_the_others_go_on(tmp_path: Path) -> None:
+    launcher = Threads()
+    async with fleet_of(launcher, tmp_path) as fleet:
+        launcher.slow = 100.0
+        for code, reason in ((1, "exit code 1"), (-9, "killed by signal 9")):
+            adding = asyncio.create_task(fleet.add(ENGINE, 3))
+            started = launcher.started
+            await until(lambda before=started: launcher.started > before)
+            launcher.exit_unheard("engine-3", code)
+            with pytest.raises(UserError, match=f"engine-3 died: {reason}"):
+                await adding
+            await fleet.remove("engine-3")
+        adding = asyncio.create_task(fleet.add(ENGINE, 3))
+        await until(lambda: launcher.started == 4)
+        removing = asyncio.create_task(fleet.remove("engine-3"))
+        with pytest.raises(UserError, match="engine-3 is not needed any more"):
+            await adding
+        launcher.exit_unheard("engine-3", 0)
+        await removing
+        assert await news(launcher) == []
+
+
+async def test_a_worker_that_leaves_while_it_waits_for_its_restart_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "FIRST_PAUSE", 0.3)
+    launcher = Threads()
+    async with fleet_of(launcher, tmp_path) as fleet:
+        await fleet.add(ENGINE, 3)
+        launcher.die("engine-3")
+        await until(lambda: fleet.restarting == {"engine-3"})
+        await fleet.remove("engine-3")
+        await asyncio.sleep(0.6)
+        assert launcher.started == 2 and fleet.restarting == set()
+        await fleet.add(ENGINE, 3)
+        assert launcher.started == 3 and "engine-3" in fleet.hub.peers

@@ -21,6 +21,7 @@ from headrace.observe.metrics import MetricsLog
 from headrace.observe.progress import NoProgress
 from headrace.observe.spans import RunClock
 from headrace.pipeline.controller import Controller
+from headrace.pipeline.elastic import Crew
 from headrace.pipeline.launch import first_cause
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Outputs
@@ -166,6 +167,7 @@ class FakeRun:
         train_seconds: float = 0.005,
         heldout: int = 0,
         checkpoint_step: int | None = None,
+        crew: Crew | None = None,
     ) -> None:
         """On a path with the journal of an earlier run, that one goes on from `checkpoint_step`."""
         base = ["rollouts.group_size=2", "rollouts.max_tokens=8", "buffer.groups=2", "run.versions=5"]
@@ -193,6 +195,7 @@ class FakeRun:
             checkpoint=Checkpoint(step=checkpoint_step or 0, found=checkpoint_step is not None),
             waits=self.waits,
             events=self.events,
+            crew=crew,
         )
         self.controller = Controller(parts)
         self.window, self.recorder = self.controller.window, self.controller.recorder

@@ -555,3 +555,63 @@ async def every(seconds: float, do: Callable[[], None]) -> None:
     while True:
         await asyncio.sleep(seconds)
         do()
+
+
+async def test_an_engine_that_joins_gets_the_newest_version_and_serves_once_it_has_proved_it() -> None:
+    async with rig(1) as fleet:
+        await fleet.delivered(1)
+        await fleet.delivered(2)
+        joined = Gated("engine-1")
+        joined.open.clear()
+        fleet.engines.append(joined)
+        fleet.pool.add(joined)
+        fleet.deliveries.begin(joined)
+        await settle()
+        assert joined.asked == [2] and fleet.pool.proved("engine-1") == -1
+        busy = await begin(fleet, "engine-0", "busy")
+        assert {await fleet.request(f"before-{n}") for n in range(3)} == {"engine-0"}
+        joined.open.set()
+        await settle()
+        assert fleet.pool.proved("engine-1") == 2
+        assert await fleet.request("after") == "engine-1"
+        await busy.aclose()  # type: ignore[attr-defined]
+        await fleet.delivered(3)
+        assert [engine.asked for engine in fleet.engines] == [[1, 2, 3], [2, 3]]
+
+
+async def test_an_engine_that_leaves_ends_its_requests_and_no_delivery_waits_for_it() -> None:
+    async with rig(2) as fleet:
+        await fleet.delivered(1)
+        running = await begin(fleet, "engine-0", "first")
+        moved = await begin(fleet, "engine-1", "second")
+        leaving = fleet.engines[1]
+        leaving.open.clear()
+        offered = fleet.offer(2)
+        await settle()
+        assert leaving.asked == [1, 2] and not offered.done()
+        fleet.pool.retire("engine-1", "it leaves the run")
+        fleet.waits.ring()
+        await settle()
+        assert offered.done() and fleet.pool.floor == 2, "nobody waits for it"
+        await leaving.abort()
+        assert [delta.finish async for delta in moved][-1] == "aborted"
+        assert fleet.pool.requests("engine-1") == 0
+        fleet.pool.take_back("engine-1")
+        assert fleet.pool.away("engine-1"), "it does not come back, whatever supervision had begun"
+        leaving.raises.append(PeerDied("engine-1", "it was removed from the run"))
+        leaving.open.set()
+        await asyncio.wait_for(fleet.deliveries.end("engine-1"), 60)
+        fleet.pool.remove("engine-1")
+        assert fleet.ended.names == [] and fleet.book.notes == []
+        fleet.pool.loaded(Proof(engine="engine-1", version=2, accepted=True))
+        assert [engine.name for engine in fleet.pool.present] == ["engine-0"]
+        await fleet.delivered(3)
+        assert fleet.trainer.acknowledged == [1, 2, 3]
+        assert await fleet.request("after") == "engine-0"
+        await running.aclose()  # type: ignore[attr-defined]
+        # The same name may join again.
+        again = fleet.engines[1] = Gated("engine-1")
+        fleet.pool.add(again)
+        fleet.deliveries.begin(again)
+        await settle()
+        assert again.asked == [3] and fleet.pool.proved("engine-1") == 3
