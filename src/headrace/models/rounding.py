@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 BLOCK = 64
 LEVELS = (
@@ -155,31 +156,36 @@ def rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Make passes inside this context see weights of this dtype. Not for gradients."""
     with ExitStack() as stack:
         for module in model.modules():
-            own = [p for p in module.parameters(recurse=False) if p.is_floating_point() and p.dtype != dtype]
+            own = any(p.is_floating_point() and p.dtype != dtype for p in module.parameters(recurse=False))
             if isinstance(module, FourBitLinear):
                 module.rounding = dtype
                 stack.callback(setattr, module, "rounding", None)
             if own:
-                rounding = _Rounding(own, dtype)
+                rounding = _Rounding(dtype)
                 stack.callback(module.register_forward_pre_hook(rounding.begin).remove)
                 stack.callback(module.register_forward_hook(rounding.end, always_call=True).remove)
         yield
 
 
 class _Rounding:
-    """The parameters of one module, and the values that they have outside its pass."""
+    """The parameters that one module has in its pass, and the values that they have outside the pass."""
 
-    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
-        self._parameters = parameters
+    def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._own: list[torch.Tensor] = []
+        self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def begin(self, module: nn.Module, inputs: Any) -> None:
-        self._own = [parameter.data for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.data = parameter.data.to(self._dtype).to(parameter.dtype)
+        # Looked up here, because a sharded module has other parameters in its pass: those that were gathered for it.
+        # They are changed in place, because a slice of a tensor rank is only a wrapper around its memory.
+        held = [p for p in module.parameters(recurse=False) if p.is_floating_point()]
+        parts = [p.to_local() if isinstance(p, DTensor) else p.detach() for p in held]
+        self._own = [(part, part.clone()) for part in parts]
+        for part, own in self._own:
+            part.copy_(own.to(self._dtype))
 
+    @torch.no_grad()
     def end(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        for parameter, own in zip(self._parameters, self._own, strict=True):
-            parameter.data = own
+        for part, own in self._own:
+            part.copy_(own)
         self._own = []
+    @torch.no_grad()
