@@ -40,6 +40,8 @@ from headrace.delivery.transports.collectives import LOOPBACK, use_interface
 from headrace.errors import ConfigError, ModelError, UserError
 from headrace.training.devices import compute_dtype, input_device
 
+    resending: dist.ProcessGroup
+    """The process group of the thread in which versions are sent again, on the host."""
 
 @dataclass(frozen=True)
 class Ranks:
@@ -138,8 +140,8 @@ def join(
     if tensor_parallel > 1:
         grid["tensor"] = tensor_parallel
     mesh = init_device_mesh(place.type, tuple(grid.values()), mesh_dim_names=tuple(grid))
-    publishing, storing = (dist.new_group(backend="gloo", timeout=wait) for _ in range(2))
-    return Ranks(rank, mesh, place, publishing, storing)
+    publishing, resending, storing = (dist.new_group(backend="gloo", timeout=wait) for _ in range(3))
+    return Ranks(rank, mesh, place, publishing, resending, storing)
 
 
 def shard_model(model: Any, layers: Sequence[torch.nn.Module], ranks: Ranks, training: TrainingConfig) -> None:
