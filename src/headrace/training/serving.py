@@ -80,6 +80,7 @@ def build_trainer(
     """
     device = choose_device(config.training.device, "training")
     in_four_bits = config.lora is not None and config.lora.base == "nf4"
+    sharded = config.training.offload or config.training.processes > 1
     # Master weights are float32 whatever the serving dtype is, because small updates would vanish in bfloat16.
     model = load_model(
         config.model.path,
@@ -87,12 +88,12 @@ def build_trainer(
         dtype="float32",
         seed=config.run.seed,
         # A GPU may not have room for the whole model, so several ranks shard it, and 4 bits are packed, on the host.
-        device="cpu" if config.training.offload or config.training.processes > 1 or in_four_bits else device,
+        device="cpu" if sharded or in_four_bits else device,
     )
     adapter, base_digest = None, 0
     if config.lora is not None:
         base, base_digest = _freeze(model, config, config.lora, checkpoints)
-        if in_four_bits:
+        if in_four_bits and not sharded:
             model.to(device)
         adapter = TrainedAdapter(model, config.lora, base=base, seed=config.run.seed)
     ranks = meet(device)
@@ -380,10 +381,10 @@ class TrainerRole:
                 self.link.fail(incoming, str(error))
             elif self.first:
                 self.link.reply(incoming, remote.Resent(manifest=done.result()))
-
             elif error and not isinstance(error, DeliveryError):
                 # A part that cannot be sent any more is the first rank's answer. Any other error ends the trainer.
                 self._fail(error)
+
         self.publisher.resend(manifest).add_done_callback(answer)
 
     def _score_canary(self, token_ids: Int32Array) -> Float32Array:
