@@ -76,10 +76,7 @@ Some rules concern several keys. Breaking one of them is an error too:
 | `[engine] cache_tokens` | The cache must hold one answer of `max_tokens` and one more block. |
 | `[engine] python`, `urls`, `port`, `arguments` | They are refused for the embedded engine. |
 | `[engine] kind = "vllm"` | See [what does not work with vLLM](vllm.md#what-does-not-work-with-vllm). |
-| `[training] optimizer` | `"adamw_8bit"` needs one rank without `offload`. |
-| `[lora] base` | `"nf4"` needs one rank without `offload`. |
-| `[delivery] send`, `transport` | `send = "delta"` and `transport = "nccl"` need one rank without `offload`. |
-| `[training] tensor_parallel` | It must divide `ranks`. With `[lora]` it must be 1. |
+| `[training] tensor_parallel` | It must divide `ranks`. |
 | `[lora] dropout` | It must be 0 if `targets` name stacked experts. |
 | `[evaluate] every` | It needs held-out prompts. |
 

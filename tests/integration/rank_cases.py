@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -18,11 +19,12 @@ from random_models import AllDouble, model_dir, random_batch, with_experts
 from forked_processes import PROCESSES
 from headrace.channel.codec import encode
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
-from headrace.delivery.base import canary_sequence
+from headrace.delivery.base import Manifest, canary_sequence
 from headrace.delivery.parts import TrainerRanks
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import sender
 from headrace.delivery.transports.base import SenderSettings
+from headrace.errors import DeliveryError
 from headrace.models.loading import load_model
 from headrace.training.ranks import Ranks, join
 from headrace.training.serving import prepare_model
@@ -31,6 +33,7 @@ from headrace.types import Batch
 
 TRAINING = TrainingConfig(learning_rate=1e-3, micro_batch_tokens=32, clip_norm=0.5, weight_decay=0.01)
 CANARY = canary_sequence(61, 8)
+RESEND = -1
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -218,7 +221,7 @@ def publish(ranks: Ranks, path: Path, model_path: Path, transport: str, told: An
     """Publish version 3 in float32; the first rank hands the manifest over."""
     trainer = make_trainer(model_path, ranks)
     end = sender(transport, SenderSettings(run_id=path.name, directory=path / f"weights-{ranks.rank}"))
-    together = TrainerRanks(ranks.publishing, ranks.coordinate)
+    together = TrainerRanks(ranks.publishing, ranks.resending, ranks.coordinate)
     publisher = Publisher(end, "float32", 1e-3, CANARY, deadline=30, ranks=together)
     manifest = publisher.publish(3, 2, 1, trainer.weights(), trainer.score).result(timeout=120)
     tell_tensors(ranks, path, {"weights": whole_weights(trainer)})
@@ -227,6 +230,40 @@ def publish(ranks: Ranks, path: Path, model_path: Path, transport: str, told: An
         told.put([bytes(frame) for frame in encode(manifest)])
     assert done.wait(timeout=120)
     publisher.acknowledged(3)
+    publisher.close()
+
+
+def publish_deltas(ranks: Ranks, path: Path, model_path: Path, transport: str, told: Any, heard: list[Any]) -> None:
+    """Publish versions 1, 2 and 3 as deltas in bfloat16. Version 2 is sent again whole while version 3 waits for it."""
+    trainer = make_trainer(model_path, ranks)
+    end = sender(transport, SenderSettings(run_id=path.name, directory=path / f"weights-{ranks.rank}"))
+    together = TrainerRanks(ranks.publishing, ranks.resending, ranks.coordinate)
+    publisher = Publisher(end, "bfloat16", 1.0, CANARY, send="delta", deadline=60, ranks=together)
+
+    def tell(manifest: Manifest) -> None:
+        if publisher.announces:
+            told.put([bytes(frame) for frame in encode(manifest)])
+
+    def acknowledge(version: int) -> None:
+        assert heard[ranks.rank].get(timeout=120) == version
+        publisher.acknowledged(version)
+
+    first = publisher.publish(1, 0, 0, trainer.weights(), trainer.score).result(timeout=120)
+    tell(first)
+    acknowledge(1)
+    train(trainer, 0, 1)
+    second = publisher.publish(2, 1, 1, trainer.weights(), trainer.score).result(timeout=120)
+    tell(second)
+    train(trainer, 1, 2)
+    waiting = publisher.publish(3, 2, 2, trainer.weights(), trainer.score)
+    assert heard[ranks.rank].get(timeout=120) == RESEND
+    tell(publisher.resend(second).result(timeout=120))
+    assert not waiting.done()
+    acknowledge(2)
+    tell(waiting.result(timeout=120))
+    acknowledge(3)
+    with pytest.raises(DeliveryError, match="version 1 cannot be sent any more"):
+        publisher.resend(first).result(timeout=120)
     publisher.close()
 
 

@@ -25,6 +25,8 @@ from transformers import AutoModelForCausalLM
 
 from headrace.config.schema import AlgorithmConfig, LoraConfig, WarmStartConfig
 from headrace.models.loading import load_model
+from headrace.models.lora import frozen_linears
+from headrace.models.rounding import hold_in_four_bits, round_weights
 from headrace.training.checkpoints.base import latest
 from headrace.training.lora import TrainedAdapter
 from headrace.training.ranks import Ranks
@@ -39,13 +41,22 @@ TOLERANCE = 1e-8
 
 
 def make(path: Path, ranks: Ranks | None, lora: LoraConfig = LORA) -> Trainer:
+    # What is dropped depends on the order of the rows, which is another one on several ranks. So there is only one.
+    training = msgspec.structs.replace(TRAINING, micro_batch_tokens=4096) if lora.dropout else TRAINING
     model = load_model(path, dtype="float64")
+    if hasattr(model.config, "num_local_experts"):
+        model.set_experts_implementation("eager")  # The grouped kernels do not have float64.
+    if lora.base == "nf4":
+        layers = frozen_linears(model, tuple(lora.modules))
+        round_weights(layers)
+        hold_in_four_bits(model, layers)
     adapter = TrainedAdapter(model, lora, base=path)
-    prepare_model(model, TRAINING, ranks)
+    model.double()  # The adapter of a layer in 4 bits is float32.
+    prepare_model(model, training, ranks)
     return Trainer(
         model,
         WITH_REFERENCE,
-        TRAINING,
+        training,
         total_steps=20,
         warm_start=WarmStartConfig(),
         ranks=ranks,
@@ -53,8 +64,8 @@ def make(path: Path, ranks: Ranks | None, lora: LoraConfig = LORA) -> Trainer:
     )
 
 
-def begin_and_save(ranks: Ranks, path: Path, model_path: Path, checkpoints: Path) -> None:
-    trainer = make(model_path, ranks)
+def begin_and_save(ranks: Ranks, path: Path, model_path: Path, checkpoints: Path, lora: LoraConfig = LORA) -> None:
+    trainer = make(model_path, ranks, lora)
     first = train(trainer, 0, 3)
     saving = trainer.begin_save(checkpoints, version=3, source=model_path)
     rest = train(trainer, 3, 6)  # Goes on: what is saved is what was.
@@ -62,8 +73,8 @@ def begin_and_save(ranks: Ranks, path: Path, model_path: Path, checkpoints: Path
     tell(path, ranks, trainer, Result(first.losses + rest.losses, first.norms + rest.norms, []))
 
 
-def go_on(ranks: Ranks, path: Path, model_path: Path, checkpoint: Path) -> None:
-    trainer = make(model_path, ranks)
+def go_on(ranks: Ranks, path: Path, model_path: Path, checkpoint: Path, lora: LoraConfig = LORA) -> None:
+    trainer = make(model_path, ranks, lora)
     trainer.load(checkpoint)
     tell(path, ranks, trainer, train(trainer, 3, 6))
 
@@ -83,6 +94,50 @@ def assert_told(path: Path, ranks: int, losses: list[float], weights: dict[str, 
         assert found.keys() == weights.keys()
         for name, tensor in weights.items():
             torch.testing.assert_close(found[name], tensor, rtol=0, atol=TOLERANCE, msg=name)
+
+
+@pytest.mark.parametrize(("ranks", "tensor_parallel"), [(2, 2), (4, 2)])
+def test_an_adapter_is_cut_over_tensor_ranks(tmp_path: Path, ranks: int, tensor_parallel: int) -> None:
+    """Modules trained in full beside it, of which one is cut too. Ranks that share all rows drop what one drops."""
+    path = model_dir(tmp_path / "model", "qwen3")
+    dropout = 0.0 if ranks > tensor_parallel else 0.2
+    lora = LoraConfig(rank=3, alpha=6.0, modules=["norm", "embed_tokens", "q_norm"], dropout=dropout)
+    alone = make(path, None, lora)
+    losses = train(alone, 0, 6).losses
+    on_ranks(tmp_path / "ranks", ranks, tensor_parallel, begin_and_save, path, tmp_path / "checkpoints", lora)
+    assert_told(tmp_path / "ranks", ranks, losses, alone.weights())
+    saved = latest(tmp_path / "checkpoints")
+    assert saved is not None
+    again = make(path, None, lora)
+    again.load(saved)
+    assert train(again, 3, 6).losses == pytest.approx(losses[3:], rel=0, abs=TOLERANCE)
+    for name, tensor in alone.weights().items():
+        torch.testing.assert_close(again.weights()[name], tensor, rtol=0, atol=TOLERANCE, msg=name)
+    if not dropout:
+        on_ranks(tmp_path / "two", 2, 1, go_on, path, saved, lora)
+        assert_told(tmp_path / "two", 2, losses[3:], alone.weights())
+
+
+def test_adapters_of_experts_are_the_same_on_every_tensor_rank(tmp_path: Path) -> None:
+    path = model_dir(tmp_path / "model", "mixtral")
+    lora = LoraConfig(rank=2, alpha=4.0, targets=["q_proj", "o_proj", "experts.down_proj"])
+    alone = make(path, None, lora)
+    losses = train(alone, 0, 6).losses
+    on_ranks(tmp_path / "ranks", 2, 2, begin_and_save, path, tmp_path / "checkpoints", lora)
+    assert_told(tmp_path / "ranks", 2, losses, alone.weights())
+
+
+@pytest.mark.parametrize(("ranks", "tensor_parallel"), [(2, 1), (2, 2), (4, 2)])
+def test_a_base_in_four_bits_is_that_of_one_rank(tmp_path: Path, ranks: int, tensor_parallel: int) -> None:
+    path = model_dir(tmp_path / "model", "qwen3")
+    lora = LoraConfig(rank=3, alpha=6.0, base="nf4")
+    alone = make(path, None, lora)
+    losses = train(alone, 0, 6).losses
+    on_ranks(tmp_path / "ranks", ranks, tensor_parallel, begin_and_save, path, tmp_path / "checkpoints", lora)
+    assert_told(tmp_path / "ranks", ranks, losses, alone.weights())
+    again = make(path, None, lora)
+    again.load(latest(tmp_path / "checkpoints"))
+    assert train(again, 3, 6).losses == pytest.approx(losses[3:], rel=0, abs=TOLERANCE)
 
 
 def test_ranks_train_the_adapter_that_one_rank_trains(tmp_path: Path) -> None:

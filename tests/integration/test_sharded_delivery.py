@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from rank_cases import model_dir, publish, read_tensors, start_ranks
+from rank_cases import RESEND, model_dir, publish, publish_deltas, read_tensors, start_ranks
 
 from headrace.channel.codec import decode
 from headrace.delivery.base import Manifest
 from headrace.delivery.receiver import Receiver
-from headrace.errors import DeliveryError
+from headrace.errors import DeliveryError, WrongBase
 from headrace.models.loading import load_model, named_weights
 
 pytestmark = pytest.mark.slow
@@ -45,7 +45,8 @@ def published(path: Path, ranks: int, tensor_parallel: int, transport: str = "sh
 
 
 @pytest.mark.parametrize(
-    ("ranks", "tensor_parallel", "transport"), [(2, 1, "shm"), (2, 2, "tcp"), (4, 2, "shm"), (2, 1, "file")]
+    ("ranks", "tensor_parallel", "transport"),
+    [(2, 1, "shm"), (2, 2, "tcp"), (4, 2, "shm"), (2, 1, "file"), (4, 2, "nccl")],
 )
 def test_ranks_to_one_engine(tmp_path, ranks, tensor_parallel, transport):
     with published(tmp_path, ranks, tensor_parallel, transport) as (manifest, model_path, expected):
@@ -62,6 +63,58 @@ def test_ranks_to_one_engine(tmp_path, ranks, tensor_parallel, transport):
         for name, tensor in expected.items():
             assert torch.equal(live[name], tensor.float()), name
         receiver.close()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tensor_parallel", "transport"), [(2, 1, "shm"), (4, 2, "tcp"), (2, 2, "file"), (2, 1, "nccl")]
+)
+def test_deltas_of_ranks_are_the_whole_weights(tmp_path, ranks, tensor_parallel, transport):
+    """One engine takes every delta, the other one misses the first version and is sent the second one whole."""
+    model_path = model_dir(tmp_path / "model", "qwen3")
+    processes = multiprocessing.get_context("forkserver")
+    told, heard = processes.Queue(), [processes.Queue() for _ in range(ranks)]
+    (tmp_path / "ranks").mkdir()
+    started = start_ranks(
+        tmp_path / "ranks", ranks, tensor_parallel, publish_deltas, model_path, transport, told, heard
+    )
+    lives = [named_weights(load_model(model_path)) for _ in range(2)]
+    steady, late = (Receiver(live, f"engine-{number}") for number, live in enumerate(lives))
+
+    def load(receiver: Receiver, manifest: Manifest) -> None:
+        proof = receiver.load(manifest, lambda tokens: manifest.canary.logprobs)
+        assert proof.accepted, proof.reason
+
+    def heard_by_all(version: int) -> None:
+        for one in heard:
+            one.put(version)
+
+    first = decode(Manifest, told.get(timeout=200))
+    assert first.kind == "full"
+    load(steady, first)
+    heard_by_all(1)
+    second = decode(Manifest, told.get(timeout=200))
+    assert (second.kind, second.base, len(second.parts)) == ("delta", 1, ranks)
+    assert all(sum(e.nbytes for e in part.payload) < sum(e.nbytes for e in part.entries) for part in second.parts)
+    load(steady, second)
+    with pytest.raises(WrongBase, match="is a change to version 1"):
+        late.stage(second)
+    heard_by_all(RESEND)
+    again = decode(Manifest, told.get(timeout=200))
+    assert (again.kind, again.digest) == ("full", second.digest)
+    load(late, again)
+    assert all(torch.equal(lives[0][name], tensor) for name, tensor in lives[1].items())
+    heard_by_all(2)
+    third = decode(Manifest, told.get(timeout=200))
+    assert (third.kind, third.base) == ("delta", 2)
+    for receiver in (steady, late):
+        load(receiver, third)
+    assert all(torch.equal(lives[0][name], tensor) for name, tensor in lives[1].items())
+    heard_by_all(3)
+    for receiver in (steady, late):
+        receiver.close()
+    for process in started:
+        process.join(timeout=120)
+    assert [process.exitcode for process in started] == [0] * ranks
 
 
 def test_what_is_missing_torn_or_wrong_is_rejected(tmp_path):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import sqlite3
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from transformers import AutoModelForCausalLM
 import headrace as library
 from headrace.models.loading import load_model
 from headrace.training.checkpoints.base import latest
+from waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -91,6 +94,35 @@ def test_two_ranks_with_a_teacher_a_reference_and_muon(tmp_path: Path) -> None:
     divergences = [step["reference_kl"] for step in history]
     assert divergences[0] == pytest.approx(0.0, abs=1e-6)
     assert 1e-6 < divergences[1] < divergences[2]
+
+
+def wait(holds: Callable[[], object], seconds: float) -> None:
+    asyncio.run(until(holds, seconds))
+
+
+def test_an_engine_that_starts_again_is_sent_all_parts(tmp_path: Path) -> None:
+    """Deltas of two ranks: the engine does not hold their base any more, so both ranks send their parts again."""
+    deltas = ("training.ranks=2", "engine.count=2", "delivery.send=delta", "delivery.dtype=bfloat16")
+    run = start("train", str(QUICKSTART), *settings(tmp_path, *deltas, "run.versions=500", "evaluate.prompts=0"))
+    run_dir = tmp_path / "run"
+
+    def answers() -> list[tuple[int, str]]:
+        with sqlite3.connect(f"file:{run_dir / 'journal.db'}?mode=ro", uri=True) as db:
+            rows = "SELECT accepted, reason FROM deliveries WHERE engine = 'engine-1' ORDER BY rowid"
+            return [(accepted, reason) for accepted, reason in db.execute(rows)]
+
+    try:
+        wait((run_dir / "metrics.jsonl").is_file, 150)
+        wait(lambda: any(accepted for accepted, _ in answers()), 100)
+        os.kill(worker_pids(run_dir)["engine-1"], signal.SIGKILL)
+        wait(lambda: any("is a change to version" in reason for _, reason in answers()), 100)
+        wait(lambda: answers()[-1][0] == 1, 100)
+        run.send_signal(signal.SIGINT)
+        _, stderr = run.communicate(timeout=120)
+    finally:
+        run.kill()
+    assert run.returncode == 130, stderr
+    assert all("is a change to version" in reason for accepted, reason in answers() if not accepted)
 
 
 def test_a_dead_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:

@@ -146,6 +146,11 @@ def test_only_an_adapter_has_moments() -> None:
     assert four_bits.state == 2 * LARGE_TABLE * 2 + (7_600_000_000 - 2 * LARGE_TABLE) * 9 // 16 + adapter * 18
     mixture = msgspec.structs.replace(LARGE, experts=8)
     assert trainer_memory(with_lora(rank=16, base="nf4"), mixture) == full, "experts are held in full"
+    rounded = (7_600_000_000 - 2 * LARGE_TABLE) * 9 // 16
+    ranks = msgspec.structs.replace(with_lora(rank=16, base="nf4"), training=changed(training={"ranks": 4}).training)
+    assert trainer_memory(ranks, LARGE).state == -(-(adapter * 16 + 2 * LARGE_TABLE * 4) // 4) + rounded
+    offloaded = changed(training={"offload": True}).training
+    assert trainer_memory(msgspec.structs.replace(ranks, training=offloaded), LARGE).state == rounded
     head = trainer_memory(with_lora(rank=16, modules=["lm_head"]), LARGE)
     assert head.state - full.state == LARGE_TABLE * 18
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from headrace.config.checks import check_together, check_trusted
+from headrace.config.checks import check_together, check_transport, check_trusted
 from headrace.config.declared import transport_facts
 from headrace.config.schema import Config, EngineRange, Gpus
 from headrace.config.stores import is_url
@@ -365,9 +365,11 @@ def _share(config: Config, free: Sequence[Slot], total: int, kept: int | None, r
 
 def _may_have_ranks(config: Config) -> bool:
     """Return whether several ranks are possible with the rest of the configuration."""
-    several = msgspec.structs.replace(config.training, ranks=2 * config.training.tensor_parallel)
+    training = msgspec.structs.replace(config.training, ranks=2 * config.training.tensor_parallel)
+    several = msgspec.structs.replace(config, training=training)
     try:
-        check_together(msgspec.structs.replace(config, training=several))
+        check_together(several)
+        check_transport(several)
     except ConfigError:
         return False
     return True

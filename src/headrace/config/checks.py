@@ -95,18 +95,6 @@ def _check_ranks(config: Config) -> None:
     ranks, tensor = config.training.processes, config.training.tensor_parallel
     if config.training.ranks is not None and ranks % tensor:
         raise ConfigError(f"[training] tensor_parallel: {tensor} does not divide ranks = {ranks}")
-    if ranks == 1 and not config.training.offload:
-        return
-    unsupported = {
-        '[lora] base = "nf4"': config.lora is not None and config.lora.base == "nf4",
-        '[training] optimizer = "adamw_8bit"': config.training.optimizer == "adamw_8bit",
-        '[delivery] send = "delta"': config.delivery.send == "delta",
-    }
-    for what, used in unsupported.items():
-        if used:
-            raise ConfigError(f"[training] ranks: {what} needs one rank without offload")
-    if config.lora is not None and tensor > 1:
-        raise ConfigError("[training] tensor_parallel: an adapter is not cut over tensor ranks (set it to 1)")
 
 
 def check_transport(config: Config) -> None:

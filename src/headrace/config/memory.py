@@ -87,8 +87,10 @@ def trainer_memory(
     asked = needs(config.algorithm)
     # With an adapter the reference needs no copy: it is the model with the adapter switched off.
     copies = (asked.reference and config.lora is None) + asked.proximal
+    # Weights in 4 bits are whole on every rank, and stay on the device where others are offloaded.
+    rounded = round(_four_bit_weights(config.lora, facts) * FOUR_BITS) if sharded else 0
     return TrainerMemory(
-        state=held * state_bytes(config, facts, on_gpu=on_gpu),
+        state=held * state_bytes(config, facts, on_gpu=on_gpu) + rounded,
         publishing=_part(2 * sent * trained, training) if published else 0,
         policies=held * _part(copies * trained * (4 if sharded else copy), training),
         teacher=held * (teacher.parameters if teacher is not None else 0) * (2 if on_gpu else 4),
@@ -151,11 +153,14 @@ def share_beside_trainer(config: Config, total: int, count: int = 1) -> float:
 
 
 def state_bytes(config: Config, facts: ModelFacts, *, on_gpu: bool = True) -> int:
-    """Return the bytes of one process's weights and optimizer state, on the device or in host memory."""
+    """Return the bytes of one process's weights and optimizer state, on the device or in host memory.
+
+    If they are sharded, weights in 4 bits are not counted.
+    """
     training, trained = config.training, trained_parameters(config.lora, facts)
     copy = _copy_bytes(training, on_gpu)
     if training.processes > 1 or training.offload:
-        frozen = 4 * facts.parameters if config.lora else 0
+        frozen = 4 * (facts.parameters - _four_bit_weights(config.lora, facts)) if config.lora else 0
         return _part(trained * STATE_BYTES[training.optimizer] + frozen, training)
     own = trained * (STATE_BYTES[training.optimizer] + (copy if copy < 4 else 0))
     return own + (_frozen_bytes(config.lora, facts, copy) if config.lora else 0)
@@ -189,10 +194,13 @@ def _outer(facts: ModelFacts) -> int:
 
 def _frozen_bytes(lora: LoraConfig, facts: ModelFacts, copy: int) -> int:
     """Return the bytes of the frozen base. In 4 bits, embeddings, projection and a model with experts stay in full."""
-    if lora.base != "nf4" or facts.experts:
-        return facts.parameters * copy
-    outer = _outer(facts)
-    return outer * copy + round((facts.parameters - outer) * FOUR_BITS)
+    rounded = _four_bit_weights(lora, facts)
+    return (facts.parameters - rounded) * copy + round(rounded * FOUR_BITS)
+
+
+def _four_bit_weights(lora: LoraConfig | None, facts: ModelFacts) -> int:
+    """Return the number of frozen weights that are held in 4 bits."""
+    return facts.parameters - _outer(facts) if lora and lora.base == "nf4" and not facts.experts else 0
 
 
 def _gathered(config: Config, facts: ModelFacts, copy: int) -> int:

@@ -393,9 +393,7 @@ class TrainingConfig(Section, frozen=True):
 
     ranks: Processes | None = None
     """The number of trainer processes that share the model, its optimizer and the work of a step. It follows from
-    `gpus` where GPUs are used, one GPU for each rank, and is otherwise 1. More than one rank is not possible with
-    `[engine] kind` "vllm", optimizer "adamw_8bit", `[lora] base` "nf4", `[delivery] send` "delta" or transport
-    "nccl"."""
+    `gpus` where GPUs are used, one GPU for each rank, and is otherwise 1."""
     gpus: Gpus = "auto"
     """The GPUs of the trainer, one for each rank: a number, a list of indices, or a text such as "6-7" or "host:0-3".
     `auto` divides the GPUs between trainer and engines by the estimate of `headrace check`, or shares a single one."""
@@ -409,7 +407,7 @@ class TrainingConfig(Section, frozen=True):
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     """The dtype of the passes. By default bfloat16 on a GPU and float32 on a CPU. The weights that are
     trained and the gradient sums are always float32. With [lora], one rank without `offload` holds the frozen base in
-    this dtype; several ranks, or `offload`, hold it in float32."""
+    this dtype; several ranks, or `offload`, hold it in float32, except what `[lora] base` holds in 4 bits."""
     activation_checkpointing: bool = False
     """Keep only the input of each layer, and compute the rest again in the backward pass. This takes less memory and
     more time."""
@@ -422,8 +420,8 @@ class TrainingConfig(Section, frozen=True):
     learning_rates: dict[str, PositiveFloat] = {}
     """Factors on the learning rate by part of a parameter's name, such as `{embed = 0.1}`. The first match applies."""
     optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
-    """The optimizer. `adamw_8bit` is AdamW with states in 8 bits (bitsandbytes or torchao must be installed). `muon` is
-    Muon for the matrices of hidden layers, at AdamW's learning rates, and AdamW for everything else."""
+    """The optimizer. `adamw_8bit` is AdamW with states in 8 bits (torchao must be installed, or bitsandbytes on one
+    GPU). `muon` is Muon for the matrices of hidden layers, at AdamW's learning rates, and AdamW for everything else."""
     warmup_steps: NonNegative = 0
     """The number of optimizer steps in which the learning rate rises from 0."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"

@@ -59,6 +59,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """The regions as tensors: each entry has the shape of its region, not of the whole tensor."""
     starts: list[tuple[int, ...]]
     """Where each region begins in its whole tensor."""
+    payload: list[Entry] | None = None
+    """For a delta of this part: the tensors at the location. None if they are the entries."""
 
 
 class Manifest(msgspec.Struct, kw_only=True):
@@ -88,7 +90,8 @@ class Manifest(msgspec.Struct, kw_only=True):
     payload: list[Entry] | None = None
     """The tensors at the location, if they differ from `entries`; None if they are the entries."""
     parts: list[Part] = []
-    """The parts of a version that several ranks published. Then `location` is empty and `entries` are whole tensors."""
+    """The parts of a version that several ranks published. Then `location` is empty and `entries` are whole tensors. In
+    a delta, a part whose delta would not be smaller carries all its bytes."""
 
 
 class Proof(msgspec.Struct, kw_only=True):

@@ -7,6 +7,9 @@ weights. An engine checks each part against its own place before and after it re
 Each element of a tensor has exactly one owner among the ranks: the rank whose region contains the element, and the
 first of them if several ranks hold the same region. A rank finds out what it owns without communication, and no rank
 ever holds a whole sharded tensor.
+
+With deltas, every rank keeps the bytes of its own part and publishes what changed in them. An engine applies each delta
+to a copy of the same region of its live weights.
 """
 
 from __future__ import annotations
@@ -24,10 +27,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from headrace.delivery.base import Manifest, Part
+from headrace.delivery.copying import copy_all
+from headrace.delivery.delta import apply
 from headrace.delivery.digest import digest_of_sums
 from headrace.delivery.digest_sums import Sums, region_block_sums
+from headrace.delivery.plan import packed_bytes, unpack
 from headrace.delivery.transports.base import Source
 from headrace.errors import DeliveryError
+from headrace.types import NO_VERSION
 
 Shape = tuple[int, ...]
 
@@ -149,6 +156,8 @@ class TrainerRanks(NamedTuple):
 
     group: dist.ProcessGroup
     """A group of all ranks that works in host memory and is used for nothing else."""
+    resending: dist.ProcessGroup
+    """Another such group. A version is sent again while a later one is published, in another thread."""
     coordinate: Mapping[str, int]
     """The position of this rank in the grid of ranks, by axis."""
 
@@ -159,29 +168,61 @@ class _Written(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     part: Part | None
     """The part; None if the rank owns nothing."""
-    sums: dict[str, bytes]
+    base: int = NO_VERSION
+    """The version that the part changes, if the part is a delta."""
+    sums: dict[str, bytes] = {}
     """The digest sums of the part, by tensor; see `delivery.digest`."""
+    problem: str = ""
+    """Why the part cannot be fetched, if so."""
 
 
 def join_parts(
-    manifest: Manifest, part: Part | None, written: Mapping[str, torch.Tensor], group: dist.ProcessGroup
+    manifest: Manifest,
+    part: Part | None,
+    written: Mapping[str, torch.Tensor],
+    group: dist.ProcessGroup,
+    *,
+    base: int = NO_VERSION,
+    problem: str = "",
 ) -> None:
     """Complete the manifest on rank 0, together with all other ranks; on these it gets this rank's own part only.
 
-    `written` are the tensors of this rank's part, as they were written.
+    `written` are the tensors of this rank's part, as they were written. `base` is the version that the part changes, if
+    the part is a delta. `problem` says why this rank has no part to offer, if so. Then this raises `DeliveryError` on
+    this rank and on rank 0, after all ranks have met: no rank waits for one that failed.
     """
     full = {entry.name: entry.shape for entry in manifest.entries}
     regions = part_regions(part) if part is not None else {}
     sums = {
         name: region_block_sums(tensor, full[name], regions[name].start).tobytes() for name, tensor in written.items()
     }
-    mine = _Written(version=manifest.version, part=part, sums=sums)
+    mine = _Written(version=manifest.version, part=part, base=base, sums=sums, problem=problem)
     told = _gather(mine, group)
-    if any(one.version != manifest.version for one in told):
-        raise DeliveryError(f"ranks publish different versions: {sorted({one.version for one in told})}")
-    manifest.parts = [one.part for one in told or [mine] if one.part is not None]
+    _set_parts(manifest, told or [mine])
     if told:
         manifest.digest = _digest(manifest, told)
+
+
+def join_resent(manifest: Manifest, part: Part | None, group: dist.ProcessGroup, problem: str = "") -> Manifest:
+    """Return the manifest of the same version whose parts are all whole, as `join_parts` completes it."""
+    whole_again = msgspec.structs.replace(manifest)
+    mine = _Written(version=manifest.version, part=part, problem=problem)
+    _set_parts(whole_again, _gather(mine, group) or [mine])
+    return whole_again
+
+
+def _set_parts(manifest: Manifest, told: list[_Written]) -> None:
+    """Set the parts of a manifest, and its kind and base, from the messages of all ranks."""
+    if problems := [one.problem for one in told if one.problem]:
+        raise DeliveryError(problems[0])
+    if any(one.version != manifest.version for one in told):
+        raise DeliveryError(f"ranks publish different versions: {sorted({one.version for one in told})}")
+    manifest.parts = [one.part for one in told if one.part is not None]
+    bases = {one.base for one in told if one.part is not None and one.part.payload is not None}
+    if len(bases) > 1:
+        raise DeliveryError(f"ranks publish changes to different versions: {sorted(bases)}")
+    if manifest.kind != "adapter":
+        manifest.kind, manifest.base = ("delta", bases.pop()) if bases else ("full", NO_VERSION)
 
 
 def part_regions(part: Part) -> dict[str, Region]:
@@ -189,19 +230,44 @@ def part_regions(part: Part) -> dict[str, Region]:
     return {entry.name: Region(start, entry.shape) for entry, start in zip(part.entries, part.starts, strict=True)}
 
 
-def fetch_parts(source: Source, manifest: Manifest, targets: Mapping[str, torch.Tensor]) -> None:
+def fetch_parts(
+    source: Source,
+    manifest: Manifest,
+    targets: Mapping[str, torch.Tensor],
+    live: Mapping[str, torch.Tensor] | None = None,
+) -> None:
     """Fill the targets, which are the manifest's whole tensors, from all parts. The caller checks the digest.
 
-    Raises `DeliveryError` unless the parts hold every element exactly once and do not change while being read.
+    `live` are the weights that parts of a delta change. They are only read, and without them a delta is refused. Raises
+    `DeliveryError` unless the parts hold every element exactly once and do not change while being read.
     """
     held = [part_regions(part) for part in manifest.parts]
     # Checked before a byte is read, because the manifest alone shows whether an element is missing.
     check_complete(held, {entry.name: entry.shape for entry in manifest.entries})
     for part, regions in zip(manifest.parts, held, strict=True):
         # One part at a time, because a source may use the same memory for the next part.
-        for name, tensor in source.open(part.location, manifest.version, part.entries).items():
+        published = source.open(part.location, manifest.version, part.payload or part.entries)
+        if part.payload is not None:
+            if live is None:
+                raise DeliveryError(f"version {manifest.version} is a change, and there are no weights to change")
+            published = _patched(part, published, {name: live[name][at.slices] for name, at in regions.items()})
+        for name, tensor in published.items():
             targets[name][regions[name].slices].copy_(tensor)
         source.verify(part.location, manifest.version)
+
+
+def _patched(
+    part: Part, published: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a part from its delta and from the regions that the delta changes."""
+    if len(published) != 1:
+        raise DeliveryError("a part is a change without its one payload")
+    device = next(iter(held.values())).device
+    packed = torch.empty(packed_bytes(part.entries), dtype=torch.uint8, device=device)
+    tensors = unpack(packed, part.entries)
+    copy_all(tensors, held)
+    apply(next(iter(published.values())), packed)
+    return tensors
 
 
 def _digest(manifest: Manifest, told: list[_Written]) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -20,10 +20,10 @@ import msgspec
 import numpy as np
 import torch
 
-from headrace.delivery.base import Kind, Manifest, Part, Score, score_canary
+from headrace.delivery.base import Entry, Kind, Manifest, Part, Score, score_canary
 from headrace.delivery.delta import encode, word_bytes_of
 from headrace.delivery.digest import digest
-from headrace.delivery.parts import TrainerRanks, join_parts, owned_shards
+from headrace.delivery.parts import TrainerRanks, join_parts, join_resent, owned_shards
 from headrace.delivery.plan import PackingPlan, make_plan, pack, plan_of, plan_weights, unpack
 from headrace.delivery.transports.base import Enqueuing, PlacedSender, Sender
 from headrace.errors import DeliveryError
@@ -59,9 +59,8 @@ class Publisher:
 
         `send` is the kind of manifest. With `"delta"`, a version whose delta would not be smaller is sent in full.
         `base_digest` is the digest of the weights under an adapter. No single wait is longer than `deadline` seconds.
-        `ranks` are the ranks of a sharded trainer, which publishes no deltas.
+        `ranks` are the ranks of a sharded trainer. Each rank then decides for its own part whether a delta is smaller.
         """
-        assert ranks is None or send != "delta"
         self._sender = sender
         self._policy = policy
         self._ranks = ranks
@@ -78,8 +77,10 @@ class Publisher:
         self._lock = threading.Lock()
         self._locations: dict[int, list[str]] = {}
         """Where engines may still fetch each version. After a resend, a version is at several locations."""
-        self._wholes: dict[int, Manifest] = {}
-        """With deltas: the versions that can be fetched whole."""
+        self._wholes: dict[int, str] = {}
+        """With deltas: where versions can be fetched whole."""
+        self._part: Part | None = None
+        """With several ranks: the part of the newest version that this rank owns."""
         self._acknowledged: set[int] = set()
         self._snapshots = _Snapshots() if send == "delta" else None
         self._finishing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
@@ -116,11 +117,12 @@ class Publisher:
             plan = self._planned(weights)
             location = ""
             finish: Callable[[Manifest], Manifest]
-            if self._snapshots:
+            if self._ranks:
+                self._part = self._write_part(version, weights, self._ranks)
+                finish = partial(self._finish_part, self._part, self._ranks)
+            elif self._snapshots:
                 self._snapshots.write(version, plan, weights)
                 finish = partial(self._finish_delta, plan)
-            elif self._ranks:
-                finish = partial(self._finish_part, self._write_part(version, weights, self._ranks), self._ranks)
             else:
                 location = self._write(version, plan, weights)
                 on_gpu = next((tensor.device for tensor in weights.values() if tensor.is_cuda), None)
@@ -149,7 +151,10 @@ class Publisher:
         All such engines fetch from one place, so any number of them may need it. The future resolves to a manifest that
         can be fetched. The version is acknowledged like any other.
         """
-        return self._resending.submit(self._again if self._snapshots else lambda same: same, manifest)
+        if self._snapshots is None:
+            return self._resending.submit(lambda: manifest)
+        again = partial(self._resend_part, self._part, self._ranks) if self._ranks else self._resend_whole
+        return self._resending.submit(again, manifest)
 
     def acknowledged(self, version: int) -> None:
         """Record that no engine reads this version any more. Its place is free once a newer one exists. Idempotent."""
@@ -164,7 +169,8 @@ class Publisher:
         if self._snapshots:
             self._snapshots.close()
         for pool in (self._finishing, self._resending):
-            pool.shutdown(wait=True, cancel_futures=True)
+            # Ranks wait for each other in this work, so none of them may leave it out.
+            pool.shutdown(wait=True, cancel_futures=self._ranks is None)
         self._on_gpu.clear()
         self._sender.close()
 
@@ -191,14 +197,27 @@ class Publisher:
             return None
         plan = plan_weights(tensors, self._dtype)
         starts = [regions[entry.name].start for entry in plan.entries]
-        return Part(location=self._write(version, plan, tensors), entries=list(plan.entries), starts=starts)
+        location = ""
+        if self._snapshots:
+            self._snapshots.write(version, plan, tensors)
+        else:
+            location = self._write(version, plan, tensors)
+        return Part(location=location, entries=list(plan.entries), starts=starts)
 
     def _finish_part(self, part: Part | None, ranks: TrainerRanks, manifest: Manifest) -> Manifest:
         written: Mapping[str, torch.Tensor] = {}
-        if part is not None:
-            self._sender.finish(part.location)
-            written = self._sender.snapshot(part.location, plan_of(part.entries))
-        join_parts(manifest, part, written, ranks.group)
+        base, problem = NO_VERSION, ""
+        try:
+            if part is not None and self._snapshots:
+                written = self._snapshots.snapshot(str(manifest.version), plan_of(part.entries))
+                location, payload, base = self._smallest(manifest.version, part.entries)
+                part = msgspec.structs.replace(part, location=location, payload=payload)
+            elif part is not None:
+                self._sender.finish(part.location)
+                written = self._sender.snapshot(part.location, plan_of(part.entries))
+        except DeliveryError as error:
+            problem = str(error)
+        join_parts(manifest, part, written, ranks.group, base=base, problem=problem)
         return manifest
 
     def _finish(
@@ -243,36 +262,57 @@ class Publisher:
 
     def _finish_delta(self, plan: PackingPlan, manifest: Manifest) -> Manifest:
         assert self._snapshots is not None
-        new = self._packed(manifest.version)
         manifest.digest = digest(self._snapshots.snapshot(str(manifest.version), plan).items())
-        base = self._snapshots.base_of(manifest.version, self._deadline)
+        location, payload, base = self._smallest(manifest.version, plan.entries)
+        kind: Kind = "full" if payload is None else "delta"
+        return msgspec.structs.replace(manifest, kind=kind, location=location, payload=payload, base=base)
+
+    def _smallest(self, version: int, entries: Sequence[Entry]) -> tuple[str, list[Entry] | None, int]:
+        """Write what changed since the last version that engines hold, or all bytes if that is not larger.
+
+        Return the location, the tensors there if they are a delta, and the base of the delta.
+        """
+        assert self._snapshots is not None
+        new = self._packed(version)
+        base = self._snapshots.base_of(version, self._deadline)
         held = self._snapshots.bytes_of(base) if base != NO_VERSION else None
-        changes = encode(held, new, word_bytes_of(plan.entries)) if held is not None else None
+        changes = encode(held, new, word_bytes_of(entries)) if held is not None else None
         if changes is None:
-            return self._whole(manifest)
+            return self._whole(version, entries), None, NO_VERSION
         payload = make_plan([(PAYLOAD, "uint8", changes.shape)])
-        manifest = msgspec.structs.replace(manifest, kind="delta", base=base, payload=list(payload.entries))
-        return self._written(manifest, payload, {PAYLOAD: changes})
+        return self._written(version, payload, {PAYLOAD: changes}), list(payload.entries), base
 
-    def _again(self, manifest: Manifest) -> Manifest:
+    def _resend_whole(self, manifest: Manifest) -> Manifest:
+        location = self._whole(manifest.version, manifest.entries)
+        return msgspec.structs.replace(manifest, kind="full", location=location, payload=None, base=NO_VERSION)
+
+    def _resend_part(self, part: Part | None, ranks: TrainerRanks, manifest: Manifest) -> Manifest:
+        problem = ""
+        try:
+            if part is not None:
+                location = self._whole(manifest.version, part.entries)
+                part = msgspec.structs.replace(part, location=location)
+        except DeliveryError as error:
+            problem = str(error)
+        return join_resent(manifest, part, ranks.resending, problem)
+
+    def _whole(self, version: int, entries: Sequence[Entry]) -> str:
+        """Return where all bytes of a version can be fetched. They are written, unless they are there already."""
         with self._lock:
-            known = self._wholes.get(manifest.version)
-        return known or self._whole(manifest)
-
-    def _whole(self, manifest: Manifest) -> Manifest:
-        whole = msgspec.structs.replace(manifest, kind="full", base=NO_VERSION, payload=None)
-        packed = unpack(self._packed(manifest.version), manifest.entries)
-        whole = self._written(whole, plan_of(manifest.entries), packed)
+            known = self._wholes.get(version)
+        if known is not None:
+            return known
+        location = self._written(version, plan_of(entries), unpack(self._packed(version), entries))
         with self._lock:
-            if manifest.version in self._locations:
-                self._wholes[manifest.version] = whole
-        return whole
+            if version in self._locations:
+                self._wholes[version] = location
+        return location
 
-    def _written(self, manifest: Manifest, plan: PackingPlan, tensors: Mapping[str, torch.Tensor]) -> Manifest:
-        self._sender.wait(manifest.version, self._deadline)
-        location = self._write(manifest.version, plan, tensors)
+    def _written(self, version: int, plan: PackingPlan, tensors: Mapping[str, torch.Tensor]) -> str:
+        self._sender.wait(version, self._deadline)
+        location = self._write(version, plan, tensors)
         self._sender.finish(location)
-        return msgspec.structs.replace(manifest, location=location)
+        return location
 
     def _packed(self, version: int) -> torch.Tensor:
         packed = self._snapshots.bytes_of(version) if self._snapshots else None

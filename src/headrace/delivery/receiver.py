@@ -278,7 +278,7 @@ class Receiver:
         with closing(GrowingDigest(plan.entries)) as growing:
             weights, shared = (
                 (self._patched(manifest, plan), False)
-                if manifest.kind == "delta"
+                if manifest.kind == "delta" and not manifest.parts
                 else self._fetched(manifest, plan, growing)
             )
             fetched = time.monotonic()
@@ -305,7 +305,7 @@ class Receiver:
         opened = self._source(manifest.transport)
         if manifest.parts:
             weights = self._own(plan)
-            fetch_parts(opened, manifest, weights)
+            fetch_parts(opened, manifest, weights, self._live)
             self._finish_staging()
             return weights, False
         if isinstance(opened, Growing) and not self._gpu:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 BLOCK = 64
 LEVELS = (
@@ -55,6 +56,8 @@ class FourBitLinear(nn.Linear):
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.rounding: torch.dtype | None = None
         """The dtype to which weights are rounded once more before use, see `rounded`."""
+        self._slice = [0, 0, self.out_features]
+        """The dimension of the weights that is cut, the first index of the slice, and its length; see `keep_slice`."""
         packed, scales = _packed(layer.weight.detach().float())
         # The buffers are not saved or published: both know the base model by its files. They are kept as integers,
         # because a cast of the module would round floating-point buffers.
@@ -68,9 +71,22 @@ class FourBitLinear(nn.Linear):
         """The weights, [out, in], in float32."""
         return _unpacked(self.packed, self.scales, (self.out_features, self.in_features), self.pairs)
 
+    def keep_slice(self, dim: int, index: int, count: int) -> None:
+        """Compute from now on with slice `index` of `count` along a dimension of the weights, [out, in].
+
+        The results of slices of outputs, one after the other, are the result of the layer. So is the sum of the results
+        of slices of inputs. All weights are still held.
+        """
+        length = (self.out_features, self.in_features)[dim] // count
+        self._slice = [dim, index * length, length]
+        if self.bias is not None:
+            bias = self.bias.detach().clone()
+            own = bias[index * length :][:length] if dim == 0 else bias * float(index == 0)
+            self.bias = nn.Parameter(own, requires_grad=False)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Compute the same as `nn.Linear`, in the dtype of the input."""
-        held = self.packed, self.scales, self.pairs, self.out_features, self.in_features
+        held = self.packed, self.scales, self.pairs, self.out_features, self.in_features, self._slice
         output: torch.Tensor = _linear(input, *held, self.bias, self.rounding)
         return output
 
@@ -84,28 +100,37 @@ def _linear(
     pairs: torch.Tensor,
     rows: int,
     columns: int,
+    part: Sequence[int],
     bias: torch.Tensor | None,
     rounding: torch.dtype | None,
 ) -> torch.Tensor:
-    weight = _unpacked(packed, scales, (rows, columns), pairs)
+    weight = _unpacked(packed, scales, (rows, columns), pairs).narrow(*part)
     return nn.functional.linear(hidden, weight.to(rounding or hidden.dtype).to(hidden.dtype), bias)
 
 
 @_linear.register_fake
-def _(hidden: Any, packed: Any, scales: Any, pairs: Any, rows: int, columns: int, bias: Any, rounding: Any) -> Any:
-    return hidden.new_empty(*hidden.shape[:-1], rows)
+def _(
+    hidden: Any, packed: Any, scales: Any, pairs: Any, rows: int, columns: int, part: Any, bias: Any, rounding: Any
+) -> Any:
+    return hidden.new_empty(*hidden.shape[:-1], part[2] if part[0] == 0 else rows)
 
 
 @torch.library.custom_op("headrace::four_bit_linear_backward", mutates_args=())
 def _linear_backward(
-    gradient: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, pairs: torch.Tensor, rows: int, columns: int
+    gradient: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    pairs: torch.Tensor,
+    rows: int,
+    columns: int,
+    part: Sequence[int],
 ) -> torch.Tensor:
-    return gradient @ _unpacked(packed, scales, (rows, columns), pairs).to(gradient.dtype)
+    return gradient @ _unpacked(packed, scales, (rows, columns), pairs).narrow(*part).to(gradient.dtype)
 
 
 @_linear_backward.register_fake
-def _(gradient: Any, packed: Any, scales: Any, pairs: Any, rows: int, columns: int) -> Any:
-    return gradient.new_empty(*gradient.shape[:-1], columns)
+def _(gradient: Any, packed: Any, scales: Any, pairs: Any, rows: int, columns: int, part: Any) -> Any:
+    return gradient.new_empty(*gradient.shape[:-1], part[2] if part[0] == 1 else columns)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -116,7 +141,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _gradients(ctx: Any, gradient: torch.Tensor) -> Any:
-    return _linear_backward(gradient, *ctx.saved_tensors, *ctx.shape), *[None] * 7
+    return _linear_backward(gradient, *ctx.saved_tensors, *ctx.shape), *[None] * 8
 
 
 _linear.register_autograd(_gradients, setup_context=_setup)
@@ -155,31 +180,36 @@ def rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Make passes inside this context see weights of this dtype. Not for gradients."""
     with ExitStack() as stack:
         for module in model.modules():
-            own = [p for p in module.parameters(recurse=False) if p.is_floating_point() and p.dtype != dtype]
+            own = any(p.is_floating_point() and p.dtype != dtype for p in module.parameters(recurse=False))
             if isinstance(module, FourBitLinear):
                 module.rounding = dtype
                 stack.callback(setattr, module, "rounding", None)
             if own:
-                rounding = _Rounding(own, dtype)
+                rounding = _Rounding(dtype)
                 stack.callback(module.register_forward_pre_hook(rounding.begin).remove)
                 stack.callback(module.register_forward_hook(rounding.end, always_call=True).remove)
         yield
 
 
 class _Rounding:
-    """The parameters of one module, and the values that they have outside its pass."""
+    """The parameters that one module has in its pass, and the values that they have outside the pass."""
 
-    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
-        self._parameters = parameters
+    def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._own: list[torch.Tensor] = []
+        self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
 
+    @torch.no_grad()
     def begin(self, module: nn.Module, inputs: Any) -> None:
-        self._own = [parameter.data for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.data = parameter.data.to(self._dtype).to(parameter.dtype)
+        # Looked up here, because a sharded module has other parameters in its pass: those that were gathered for it.
+        # They are changed in place, because a slice of a tensor rank is only a wrapper around its memory.
+        held = [p for p in module.parameters(recurse=False) if p.is_floating_point()]
+        parts = [p.to_local() if isinstance(p, DTensor) else p.detach() for p in held]
+        self._own = [(part, part.clone()) for part in parts]
+        for part, own in self._own:
+            part.copy_(own.to(self._dtype))
 
+    @torch.no_grad()
     def end(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        for parameter, own in zip(self._parameters, self._own, strict=True):
-            parameter.data = own
+        for part, own in self._own:
+            part.copy_(own)
         self._own = []

@@ -44,14 +44,14 @@ class TrainedAdapter:
         self._settings.base_model_name_or_path = str(base.resolve())
         self._seed = seed
         self._model = model
-        layers = [layer for module in model.modules() if (layer := getattr(module, "lora_dropout", None)) is not None]
-        self._dropouts = [drop for layer in layers for drop in layer.modules() if isinstance(drop, nn.Dropout)]
         self.find_weights()
         _check_names(self._weights, targets, config.rank)
 
     def find_weights(self) -> None:
-        """Look up the adapter's tensors. Call this again after the model was sharded: sharding replaces them."""
+        """Look up the adapter's tensors and dropouts. Call this again after the model was sharded: it replaces them."""
         self._weights = adapter_weights(self._model)
+        layers = (getattr(module, "lora_dropout", None) for module in self._model.modules())
+        self._dropouts = [drop for layer in layers if layer for drop in layer.modules() if isinstance(drop, nn.Dropout)]
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the tensors that are published: the adapter's live tensors by the names that engines know."""

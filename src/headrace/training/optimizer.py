@@ -19,6 +19,7 @@ import torch
 from headrace.config.schema import TrainingConfig
 from headrace.delivery.parts import held_region
 from headrace.errors import UserError
+from headrace.training import eight_bits
 from headrace.training.devices import upload
 from headrace.training.ranks import Ranks, copies, global_norm, local_part, local_tensor, on_whole_matrices
 
@@ -31,6 +32,8 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 MOMENTUM = 0.95
 RMS_OF_ADAMW = 0.2
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
+"""The states of AdamW that are kept in 8 bits, and whether they may be negative."""
 SAMPLE = 1 << 14
 """The update ratio is exact for parameters of up to this many elements, and sampled for larger ones."""
 
@@ -83,6 +86,7 @@ class Optimizer:
         )
         self._named = {name: local_part(p) for name, p in self._parameters.items()}
         self._clip_norm = config.clip_norm
+        self._in_eight_bits = config.optimizer == "adamw_8bit"
         self._optimizers = self._make(model, config)
         self._optimizer_of = {
             id(p): optimizer
@@ -109,7 +113,7 @@ class Optimizer:
             made.append(Muon(groups, lr=0.0, wholes={p: self._parameters[name] for name, p in named.items()}))
         if groups := _groups({name: p for name, p in named.items() if name not in hidden}, config):
             if config.optimizer == "adamw_8bit":
-                made.append(_adamw_8bit(groups, betas))
+                made.append(_adamw_8bit(groups, betas, sharded=self._ranks is not None))
             else:
                 made.append(torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True))
         return made
@@ -162,12 +166,15 @@ class Optimizer:
         """Return the states of the optimizers for a checkpoint, as a flat dict by `kind/parameter name`.
 
         A state that consists of several tensors (8-bit codes and their scales) is kept as `kind.part/parameter name`.
+        On several ranks, 8-bit states have the form that `eight_bits` describes.
         """
         found: dict[str, torch.Tensor] = {}
         for name, p in self._named.items():
             state = self._optimizer_of[id(p)].state.get(p, {})
             for kind in sorted(state):
-                found |= {f"{kind}{piece}/{name}": tensor for piece, tensor in _pieces(state[kind]).items()}
+                spread = self._in_eight_bits and self._ranks is not None and kind in MOMENTS
+                pieces = eight_bits.spread(state[kind], p) if spread else _pieces(state[kind])
+                found |= {f"{kind}{piece}/{name}": tensor for piece, tensor in pieces.items()}
         return found
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -192,6 +199,9 @@ class Optimizer:
                 raise UserError(
                     f"the checkpoint's optimizer has {kind}/{name}, which this model and optimizer have not"
                 )
+            if self._in_eight_bits and kind in MOMENTS and (self._ranks is not None or eight_bits.SCALES in pieces):
+                eight_bits.fill(state[kind], pieces, signed=MOMENTS[kind])
+                continue
             present = _pieces(state[kind])
             if pieces.keys() != present.keys():
                 raise UserError(
@@ -249,8 +259,9 @@ def _groups(named: Mapping[str, torch.nn.Parameter], config: TrainingConfig) -> 
     ]
 
 
-def _adamw_8bit(groups: list[dict[str, Any]], betas: tuple[float, float]) -> torch.optim.Optimizer:
-    if all(p.device.type == "cuda" for group in groups for p in group["params"]):
+def _adamw_8bit(groups: list[dict[str, Any]], betas: tuple[float, float], *, sharded: bool) -> torch.optim.Optimizer:
+    # The states of shards are torchao's: `eight_bits` knows how they are cut and put together.
+    if not sharded and all(p.device.type == "cuda" for group in groups for p in group["params"]):
         try:
             from bitsandbytes.optim import AdamW8bit as Blockwise
         except ImportError:
@@ -262,7 +273,7 @@ def _adamw_8bit(groups: list[dict[str, Any]], betas: tuple[float, float]) -> tor
         from torchao.optim import AdamW8bit
     except ImportError as error:
         raise UserError(
-            '[training] optimizer = "adamw_8bit" needs the package torchao, or bitsandbytes on a GPU '
+            '[training] optimizer = "adamw_8bit" needs the package torchao, or bitsandbytes on one GPU '
             '(pip install torchao, or take optimizer = "adamw")'
         ) from error
     optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=0.0, betas=betas)

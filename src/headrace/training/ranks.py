@@ -7,11 +7,7 @@ the group of the step.
 Models are sharded by FSDP2, decoder layer by decoder layer. Sharding changes where weights are and which rank computes
 what, but never what is computed. With a single rank, the model is not wrapped at all, unless weights are offloaded.
 
-Tensor parallelism goes by the module names that most model families share: q/k/v/o, gate/up/down, embedding and head.
-Matrices into heads and inner features are cut by output, matrices back are cut by input, and the vocabulary is cut by
-token. Everything else (norms, routers, experts) is the same on every tensor rank and sees the same activations. A
-family whose attention or feed-forward holds an unknown part is refused, because a slice that is mistaken for a whole
-would train wrongly.
+How matrices are cut over tensor ranks is in `tensor_plan`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,20 +21,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor
 
 from headrace.config.schema import TrainingConfig
 from headrace.delivery.parts import held_region
 from headrace.delivery.transports.collectives import LOOPBACK, use_interface
-from headrace.errors import ConfigError, ModelError, UserError
+from headrace.errors import UserError
 from headrace.training.devices import compute_dtype, input_device
+from headrace.training.tensor_plan import cut_model
 
 
 @dataclass(frozen=True)
@@ -50,6 +40,8 @@ class Ranks:
     device: torch.device
     publishing: dist.ProcessGroup
     """The process group of the publisher's thread, on the host."""
+    resending: dist.ProcessGroup
+    """The process group of the thread in which versions are sent again, on the host."""
     storing: dist.ProcessGroup
     """The process group of the thread that writes checkpoints, on the host."""
 
@@ -138,8 +130,8 @@ def join(
     if tensor_parallel > 1:
         grid["tensor"] = tensor_parallel
     mesh = init_device_mesh(place.type, tuple(grid.values()), mesh_dim_names=tuple(grid))
-    publishing, storing = (dist.new_group(backend="gloo", timeout=wait) for _ in range(2))
-    return Ranks(rank, mesh, place, publishing, storing)
+    publishing, resending, storing = (dist.new_group(backend="gloo", timeout=wait) for _ in range(3))
+    return Ranks(rank, mesh, place, publishing, resending, storing)
 
 
 def shard_model(model: Any, layers: Sequence[torch.nn.Module], ranks: Ranks, training: TrainingConfig) -> None:
@@ -147,11 +139,7 @@ def shard_model(model: Any, layers: Sequence[torch.nn.Module], ranks: Ranks, tra
     if training.offload and ranks.device.type == "cpu":
         raise UserError("[training] offload: the trainer is on the CPU, where its weights already are")
     if ranks.tensor_ranks > 1:
-        mesh = ranks.mesh["tensor"]
-        _check_sizes(model, mesh.size())
-        for layer in layers:
-            parallelize_module(layer, mesh, layer_plan(layer, type(model).__name__), src_data_rank=None)
-        _split_vocabulary(model, mesh)
+        cut_model(model, layers, ranks.mesh["tensor"])
     half = compute_dtype(training, ranks.device) == "bfloat16"
     precision = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
@@ -264,69 +252,3 @@ def copies(gradient: torch.Tensor, ranks: Ranks) -> int:
     for placement, size in zip(gradient.placements, gradient.device_mesh.shape, strict=True):
         shards *= size if not placement.is_replicate() else 1
     return ranks.count // shards
-
-
-_HEADS_DIM = 2
-"""The heads dimension of the norms of queries and keys: their input is [1, tokens, heads, head size]."""
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
-_HEAD_NORMS = ("q_norm", "k_norm")
-
-
-def layer_plan(layer: torch.nn.Module, family: str) -> dict[str, ParallelStyle]:
-    """Return how each matrix of a decoder layer is cut, by its path in the layer."""
-    found: dict[str, ParallelStyle] = {}
-    attentions = [path for path, module in layer.named_modules() if hasattr(module, "o_proj")]
-    if len(attentions) != 1:
-        raise _no_plan(family, "a layer without q/k/v/o projections")
-    [attention] = attentions
-    _check_parts(layer.get_submodule(attention), (*_ATTENTION, *_HEAD_NORMS), family)
-    for name, module in layer.get_submodule(attention).named_children():
-        path = f"{attention}.{name}"
-        if name in _HEAD_NORMS:
-            found[path] = SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True)
-        elif isinstance(module, torch.nn.Linear):
-            found[path] = RowwiseParallel() if name == "o_proj" else ColwiseParallel()
-    for path, module in layer.named_modules():
-        if isinstance(getattr(module, "down_proj", None), torch.nn.Linear):
-            _check_parts(module, _FEED_FORWARD, family)
-            found |= {f"{path}.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")}
-            found[f"{path}.down_proj"] = RowwiseParallel()
-    return found
-
-
-def _check_parts(module: torch.nn.Module, known: Sequence[str], family: str) -> None:
-    for name, _ in module.named_parameters():
-        if name.split(".")[0] not in known:
-            raise _no_plan(family, f"{name} in {type(module).__name__}")
-    needed = [name for name in known if name not in _HEAD_NORMS]
-    if missing := [name for name in needed if not isinstance(getattr(module, name, None), torch.nn.Linear)]:
-        raise _no_plan(family, f"no {missing[0]} in {type(module).__name__}")
-    for name in _HEAD_NORMS:
-        norm = getattr(module, name, None)
-        if norm is not None and tuple(norm.weight.shape) != (getattr(module, "head_dim", None),):
-            raise _no_plan(family, f"{name} over all heads in {type(module).__name__}")
-
-
-def _check_sizes(model: Any, ranks: int) -> None:
-    config = model.config.get_text_config()
-    for noun in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        size = getattr(config, noun, None)
-        if size is not None and size % ranks:
-            raise ConfigError(f"[training] tensor_parallel: {ranks} does not divide the model's {noun} = {size}")
-
-
-def _split_vocabulary(model: Any, mesh: DeviceMesh) -> None:
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head.weight is embedding.weight
-    parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()), src_data_rank=None)
-    if tied:
-        # Both are cut by token, so they share the part. They are tied again before the head's weight is cut too.
-        head.weight = embedding.weight
-    parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()), src_data_rank=None)
-    if tied:
-        head.weight = embedding.weight
-
-
-def _no_plan(family: str, why: str) -> ModelError:
-    return ModelError(f"{family} cannot be trained with [training] tensor_parallel > 1: it has {why}")

@@ -88,8 +88,7 @@ M = TypeVar("M", bound=Message)
 class RemoteTrainer:
     """The implementation of `TrainerHandle` over a hub.
 
-    All ranks are sent the same messages in the same order, except `Resend`, which only the first rank gets. The first
-    rank answers for all.
+    All ranks are sent the same messages in the same order. The first rank answers for all.
     """
 
     def __init__(
@@ -128,8 +127,7 @@ class RemoteTrainer:
 
     async def resend(self, manifest: Manifest) -> Manifest:
         """See `TrainerHandle.resend`."""
-        answer = await self._hub.request(self.name, Resend(manifest=manifest), Resent, timeout=self._deadline)
-        return answer.manifest
+        return (await self._ask(Resend(manifest=manifest), Resent)).manifest
 
     async def acknowledge(self, version: int) -> None:
         """See `TrainerHandle.acknowledge`."""

@@ -3,8 +3,8 @@
 The main thread trains. A second thread passes messages, so that an acknowledgement can free a segment while a step
 runs. Publishing stops the main thread only for a snapshot: the snapshot is digested and announced in the background.
 
-Every rank of a trainer is such a process. All ranks are sent the same messages in the same order, except
-`Resend`; the first rank answers.
+Every rank of a trainer is such a process. All ranks are sent the same messages in the same order, and the first rank
+answers.
 
 The module also builds what a configuration describes: the trainer at its first weights, and its publisher. Runs and
 replays both use it.
@@ -35,7 +35,7 @@ from headrace.delivery.plan import dtype_of
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.setup import choose, make_sender
 from headrace.delivery.transports.segments import sweep
-from headrace.errors import HeadraceError, UserError
+from headrace.errors import DeliveryError, HeadraceError, UserError
 from headrace.models.loading import choose_device, load_model, named_weights
 from headrace.models.lora import frozen_linears
 from headrace.models.rounding import hold_in_four_bits, round_weights, rounded
@@ -80,6 +80,7 @@ def build_trainer(
     """
     device = choose_device(config.training.device, "training")
     in_four_bits = config.lora is not None and config.lora.base == "nf4"
+    sharded = config.training.offload or config.training.processes > 1
     # Master weights are float32 whatever the serving dtype is, because small updates would vanish in bfloat16.
     model = load_model(
         config.model.path,
@@ -87,12 +88,12 @@ def build_trainer(
         dtype="float32",
         seed=config.run.seed,
         # A GPU may not have room for the whole model, so several ranks shard it, and 4 bits are packed, on the host.
-        device="cpu" if config.training.offload or config.training.processes > 1 or in_four_bits else device,
+        device="cpu" if sharded or in_four_bits else device,
     )
     adapter, base_digest = None, 0
     if config.lora is not None:
         base, base_digest = _freeze(model, config, config.lora, checkpoints)
-        if in_four_bits:
+        if in_four_bits and not sharded:
             model.to(device)
         adapter = TrainedAdapter(model, config.lora, base=base, seed=config.run.seed)
     ranks = meet(device)
@@ -144,18 +145,21 @@ def _teacher(config: Config, device: torch.device) -> Any:
     return load_model(config.algorithm.teacher, dtype=dtype, device=str(device)).requires_grad_(False)
 
 
-def make_publisher(link: WorkerLink, config: Config, built: Built) -> Publisher:
-    """Return the publisher of this process: for the whole model, or for this rank's part of the model."""
+def make_publisher(config: Config, built: Built, run_dir: Path, own_address: str = "") -> Publisher:
+    """Return the publisher of this process: for the whole model, or for this rank's part of the model.
+
+    `own_address` is where other hosts reach this one, if the run has several.
+    """
     delivery, ranks = config.delivery, built.ranks
     sender = make_sender(
         delivery,
-        link.run_dir,
+        run_dir,
         ranks.rank if ranks else 0,
         trainer=str(ranks.device) if ranks else built.device,
         engines=engine_device(config),
         receivers=config.engine.processes * config.engine.gpus_per_engine,  # every worker of a server receives
         relays=ranks is None,  # an engine can relay the whole model, but not the parts in which it arrived
-        own_address=link.own_address,
+        own_address=own_address,
         trusted_network=config.cluster.trusted_network,
     )
     return Publisher(
@@ -167,7 +171,7 @@ def make_publisher(link: WorkerLink, config: Config, built: Built) -> Publisher:
         base_digest=built.base_digest,
         deadline=delivery.deadline + config.evaluate.longest_hold,
         policy=config.policy_name,
-        ranks=TrainerRanks(ranks.publishing, ranks.coordinate) if ranks else None,
+        ranks=TrainerRanks(ranks.publishing, ranks.resending, ranks.coordinate) if ranks else None,
     )
 
 
@@ -208,7 +212,7 @@ class TrainerRole:
             self.resumed_from = latest(self.checkpoints)
             if self.resumed_from is not None:
                 self.trainer.load(self.resumed_from)
-        self.publisher = make_publisher(link, config, built)
+        self.publisher = make_publisher(config, built, link.run_dir, link.own_address)
         self.choice = choose(config.delivery, trainer=self.device, engines=engine_device(config))
         shared = self.device == "cuda" and any(name.startswith("engine") for name in link.neighbours)
         self.turns = TrainerTurns(link.run_dir / TURNS) if shared and config.pipeline.one_gpu == "turns" else None
@@ -372,10 +376,14 @@ class TrainerRole:
 
     def _resend(self, incoming: Incoming, manifest: Manifest) -> None:
         def answer(done: Future[Manifest]) -> None:
-            if error := done.exception():
+            error = done.exception()
+            if self.first and error:
                 self.link.fail(incoming, str(error))
-            else:
+            elif self.first:
                 self.link.reply(incoming, remote.Resent(manifest=done.result()))
+            elif error and not isinstance(error, DeliveryError):
+                # A part that cannot be sent any more is the first rank's answer. Any other error ends the trainer.
+                self._fail(error)
 
         self.publisher.resend(manifest).add_done_callback(answer)
 

@@ -132,9 +132,9 @@ CASES: dict[str, tuple[tuple[str, ...], list[Host], dict[str, str]]] = {
         workers(trainer="4 5 6 7", engine="0 1 2 3", maps="4,5,6,7"),
     ),
     "one rank where several are impossible": (
-        ("delivery.send=delta",),
+        (f"delivery.transport={Path(__file__).with_name('one_rank_transport.py')}:OneRank",),
         [host(4)],
-        workers(trainer="3", engine="0 1 2", maps="3"),
+        workers(trainer="3", engine="0 1 2"),
     ),
     "tensor ranks come in their multiples": (
         ("training.tensor_parallel=2", "engine.gpus=5"),

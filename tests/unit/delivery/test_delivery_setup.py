@@ -78,7 +78,7 @@ def test_every_transport_declares_what_others_must_know() -> None:
     assert [name for name, each in facts.items() if each.on_device] == ["cuda_ipc", "nccl"]
     assert [name for name, each in facts.items() if each.own_gpus] == ["nccl"]
     assert [name for name, each in facts.items() if not each.for_servers] == []
-    assert [name for name, each in facts.items() if not each.for_ranks] == ["nccl"]
+    assert [name for name, each in facts.items() if not each.for_ranks] == []
     assert [name for name, each in facts.items() if each.uses_directory] == ["file"]
     assert [name for name, each in facts.items() if each.uses_keys] == ["tcp"]
     assert [name for name, each in facts.items() if each.needs_trust] == ["nccl"]

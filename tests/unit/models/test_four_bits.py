@@ -33,6 +33,34 @@ def by_hand(weight: torch.Tensor) -> torch.Tensor:
     return torch.tensor(found).view(weight.shape)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_slices_of_a_layer_are_the_layer(bias: bool) -> None:
+    """Outputs one after the other, and the sum over slices of inputs, with gradients; blocks end inside of slices."""
+    layer = linear(6, 50, bias=bias).requires_grad_(False)
+    hidden = torch.randn(3, 50, requires_grad=True)
+    whole = FourBitLinear(layer)(hidden)
+    whole.square().sum().backward()
+    expected, hidden.grad = hidden.grad, None
+    outputs = []
+    for index in range(2):
+        part = FourBitLinear(layer)
+        part.keep_slice(0, index, 2)
+        outputs.append(part(hidden))
+    joined = torch.cat(outputs, -1)
+    torch.testing.assert_close(joined, whole)
+    joined.square().sum().backward()
+    torch.testing.assert_close(hidden.grad, expected)
+    hidden.grad = None
+    results = []
+    for index, inputs in enumerate(hidden.chunk(2, -1)):
+        part = FourBitLinear(layer)
+        part.keep_slice(1, index, 2)
+        results.append(part(inputs))
+    torch.testing.assert_close(results[0] + results[1], whole)
+    (results[0] + results[1]).square().sum().backward()
+    torch.testing.assert_close(hidden.grad, expected)
+
+
 def test_levels_are_quantiles_of_a_normal_distribution() -> None:
     """Seven steps below zero and eight above it, alike in probability, up to where the outermost lies."""
     assert len(LEVELS) == 16 and LEVELS[0] == -1 and LEVELS[7] == 0 and LEVELS[15] == 1

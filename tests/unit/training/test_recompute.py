@@ -12,8 +12,8 @@ from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartCon
 from headrace.errors import ModelError
 from headrace.models.loading import load_model
 from headrace.training.layers import decoder_layers
-from headrace.training.ranks import layer_plan
 from headrace.training.serving import prepare_model
+from headrace.training.tensor_plan import layer_plan
 from headrace.training.trainer import Trainer
 
 TRAINING = TrainingConfig(learning_rate=1e-3, micro_batch_tokens=48)

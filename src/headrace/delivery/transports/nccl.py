@@ -301,7 +301,6 @@ class Transport:
 
     on_device = True
     own_gpus = True  # NCCL refuses two processes on one GPU.
-    for_ranks = False
     needs_trust = True
 
     def sender(self, settings: SenderSettings) -> Sender:

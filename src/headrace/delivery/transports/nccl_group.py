@@ -321,8 +321,25 @@ def key_of(group: BroadcastGroup | None) -> str:
     return group.key if group is not None else ""
 
 
+class _SenderEnd:
+    """An engine's connection to one sender, and the group in which that sender broadcasts to the engine."""
+
+    def __init__(self, line: TCPStore) -> None:
+        self.line = line
+        self.group: BroadcastGroup | None = None
+
+    def drop_group(self) -> None:
+        """Leave the group."""
+        if self.group is not None:
+            self.group.abort()
+        self.group = None
+
+
 class NcclSource:
-    """An engine's end: one connection to the sender, one group, and one buffer of its own."""
+    """An engine's end: one buffer of its own, and a connection and a group for each sender.
+
+    Every rank of a trainer is a sender of its own part of a version.
+    """
 
     private = True
 
@@ -331,8 +348,10 @@ class NcclSource:
         self._device = exact(device)
         self._patience = patience
         self._name = uuid.uuid4().hex
-        self._line: tuple[str, int, TCPStore] | None = None
-        self._group: BroadcastGroup | None = None
+        self._ends: dict[tuple[str, int], _SenderEnd] = {}
+        self._version = -1
+        self._used: set[tuple[str, int]] = set()
+        """The senders of the version that was opened last."""
         self._buffer: torch.Tensor | None = None
         self._complete: tuple[str, int, int] | None = None
 
@@ -343,9 +362,11 @@ class NcclSource:
         if (place.backend == "nccl") != (self._device.type == "cuda"):
             raise DeliveryError(f"{location} cannot be received on {self._device}")
         with self._all_or_nothing(place):
+            self._keep_senders(place, version)
             nbytes = packed_bytes(entries)
-            held, answer = self._invited(place, version, nbytes)
-            group = self._joined(place, answer)
+            end = self._connected(place)
+            held, answer = self._invited(end, place, version, nbytes)
+            group = self._joined(end, place, answer)
             if self._buffer is None or len(self._buffer) < nbytes:
                 self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             group.broadcast(answer.session, self._buffer, pieces(entries, answer.bucket_bytes))
@@ -358,15 +379,15 @@ class NcclSource:
             raise DeliveryError(f"version {version} was not received from {location}")
         place = parse_location(location)
         with self._all_or_nothing(place):
-            line = self._connected(place)
+            line = self._connected(place).line
             if bounded(lambda: _held(line, place, version), self._answers()).sequence != self._complete[2]:
                 raise DeliveryError(f"{location} was written again while version {version} was received")
 
     def close(self) -> None:
-        """Leave the group, close the connection and release the memory."""
-        if self._group is not None:
-            self._group.abort()
-        self._line = self._group = self._buffer = self._complete = None
+        """Leave the groups, close the connections and release the memory."""
+        while self._ends:
+            self._ends.popitem()[1].drop_group()
+        self._buffer = self._complete = None
 
     @contextlib.contextmanager
     def _all_or_nothing(self, place: NcclLocation) -> Iterator[None]:
@@ -382,19 +403,30 @@ class NcclSource:
             if not whole:
                 self.close()
 
-    def _connected(self, place: NcclLocation) -> TCPStore:
-        if self._line is None or self._line[:2] != (place.host, place.port):
-            self.close()
-            self._line = (place.host, place.port, connect(place.host, place.port, self._patience))
-        return self._line[2]
+    def _keep_senders(self, place: NcclLocation, version: int) -> None:
+        """Leave the senders that had no part of the version before this one: they are of an earlier trainer process."""
+        if version != self._version:
+            for address in self._ends.keys() - self._used:
+                self._ends.pop(address).drop_group()
+            self._used.clear()
+            self._version = version
+        self._used.add((place.host, place.port))
+
+    def _connected(self, place: NcclLocation) -> _SenderEnd:
+        address = place.host, place.port
+        if address not in self._ends:
+            self._ends[address] = _SenderEnd(connect(*address, self._patience))
+        return self._ends[address]
 
     def _answers(self) -> ProgressWatch:
         """Watch that the sender's store answers: a call to a store whose host is cut off would not return for long."""
         return ProgressWatch(self._patience, "waiting for the store of the sender of weights")
 
-    def _invited(self, place: NcclLocation, version: int, nbytes: int) -> tuple[HeldVersion, BroadcastReply]:
+    def _invited(
+        self, end: _SenderEnd, place: NcclLocation, version: int, nbytes: int
+    ) -> tuple[HeldVersion, BroadcastReply]:
         """Ask for the version. Return what its place holds, and the invitation to a broadcast that begins now."""
-        line, answers, group = self._connected(place), self._answers(), key_of(self._group)
+        line, answers, group = end.line, self._answers(), key_of(end.group)
 
         def ask() -> tuple[HeldVersion, BroadcastReply]:
             held = _held(line, place, version)
@@ -419,16 +451,14 @@ class NcclSource:
 
         return bounded(ask, answers)
 
-    def _joined(self, place: NcclLocation, answer: BroadcastReply) -> BroadcastGroup:
-        if self._group is None or self._group.key != answer.group:
-            if self._group is not None:
-                self._group.abort()
-                self._group = None
+    def _joined(self, end: _SenderEnd, place: NcclLocation, answer: BroadcastReply) -> BroadcastGroup:
+        if end.group is None or end.group.key != answer.group:
+            end.drop_group()
             address = (place.host, place.port)
-            self._group = BroadcastGroup(
+            end.group = BroadcastGroup(
                 answer.group, place.backend, address, answer.rank, answer.size, self._device, self._patience
             )
-        return self._group
+        return end.group
 
 
 def _await(line: TCPStore, awaited: str, patience: float, answers: ProgressWatch) -> bytes:

@@ -31,6 +31,7 @@ from headrace.training.checkpoints.base import (
 )
 from headrace.training.checkpoints.regions import Part, create, own_parts, write_parts
 from headrace.training.devices import on_host
+from headrace.training.eight_bits import spread_file
 from headrace.training.lora import ADAPTER_FILE, TrainedAdapter
 from headrace.training.optimizer import HalfWeights, Optimizer
 from headrace.training.policies import Policies
@@ -211,6 +212,8 @@ class Saver:
         """Return the optimizer's tensors in a file, cut to the part that this rank's optimizer steps."""
         parameters = dict(self._model.named_parameters())
         found: dict[str, torch.Tensor] = load_file(checkpoint / OPTIMIZER_FILE)
+        if self._ranks is not None:
+            found = spread_file(found, {name: parameter.shape for name, parameter in parameters.items()})
         for key, tensor in found.items():
             parameter = parameters.get(key.partition("/")[2])
             if parameter is not None and tensor.shape == parameter.shape:
