@@ -13,7 +13,7 @@ from runs import SMALL, headrace
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "nccl"])
 def test_a_server_proves_the_versions_of_two_ranks(tmp_path: Path, transport: str) -> None:
     more = [*SMALL, "run.versions=2", "training.ranks=2", f"delivery.transport={transport}", "observe.display=none"]
     done = headrace("train", EXAMPLE, "--json", *settings(tmp_path, *more), timeout=1700)
