@@ -54,8 +54,8 @@ class Controlling:
     def requests(self) -> list[MeetingRequest]:
         return [message for _, message in self.said if isinstance(message, MeetingRequest)]
 
-    def greeted(self, name: str) -> bool:
-        return any(peer == name and isinstance(message, Hello) for peer, message in self.said)
+    def greetings(self, name: str) -> int:
+        return sum(peer == name and isinstance(message, Hello) for peer, message in self.said)
 
 
 @contextlib.asynccontextmanager
@@ -139,7 +139,9 @@ async def test_a_rank_is_told_the_point_of_the_newest_first_rank_when_it_asks(tm
             assert [await told(link) for link in (first, second, third)] == [None, None, None]
             first.send(MeetingPoint(host="127.0.0.1", port=1))
             assert await told_at_last(second) == 1
+            greetings = controller.greetings(RANKS[0])
             first.send(Hello(protocol=1))
+            await until(lambda: controller.greetings(RANKS[0]) > greetings)
             third.send(MeetingRequest())
             first.send(MeetingPoint(host="127.0.0.1", port=2))
             assert await told_at_last(third) == 2
@@ -157,7 +159,7 @@ async def test_a_rank_that_is_not_told_or_stopped_or_cannot_connect_says_so(tmp_
     address = f"ipc://{tmp_path}/hub"
     async with controlling(address) as controller:
         with linked(RANKS[1], address, tmp_path) as link:
-            await until(lambda: controller.greeted(RANKS[1]))
+            await until(lambda: controller.greetings(RANKS[1]) > 0)
             for message, config, error, line in (
                 (None, hasty, DeadlineError, "trainer-1 was not told within 1 s where the first rank waits"),
                 (Stop(), CONFIG, HeadraceError, "the run ended before the trainer's ranks had met"),
