@@ -10,7 +10,6 @@ and rollouts end once: an item that ends must have been in flight, otherwise an 
 """
 
 import fcntl
-import functools
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
@@ -193,6 +192,8 @@ class Store:
     def __init__(self, path: Path, *, keep_rollouts: bool, lock: BinaryIO | None = None) -> None:
         """Open the files. `lock` is the lock of the run, if it is taken already."""
         self.path = path
+        self._updates: dict[tuple[str, ...], str] = {}
+        """The statements of `_updating`, by table and columns."""
         self._lock = lock or lock_run(path)
         try:
             self.segments = Segments(path.parent / "segments") if keep_rollouts else None
@@ -297,11 +298,13 @@ class Store:
                 raise HeadraceError(f"group {group_id} cannot become {state}, it is not in flight")
         self.write("DELETE FROM partials WHERE rollout IN (SELECT id FROM rollouts WHERE group_id = ?)", group_id)
 
-    @functools.cache  # noqa: B019
     def _updating(self, table: str, *columns: str) -> str:
-        """Return the begin of an UPDATE that sets these columns from parameters of their names, and the checksum."""
-        setting = ", ".join(f"{column} = :{column}" for column in columns)
-        return f"UPDATE {table} SET {setting}, checksum = {checksums.computed(self.db, table, columns)}"
+        """Return the start of an UPDATE that sets these columns from parameters of their names, and the checksum."""
+        if (table, *columns) not in self._updates:
+            setting = ", ".join(f"{column} = :{column}" for column in columns)
+            checksum = checksums.computed(self.db, table, columns)
+            self._updates[table, *columns] = f"UPDATE {table} SET {setting}, checksum = {checksum}"
+        return self._updates[table, *columns]
 
     def close(self) -> None:
         """Close the files, and release the lock last."""

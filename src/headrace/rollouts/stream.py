@@ -78,9 +78,9 @@ class TokenStream:
         return self._joined
 
     def since(self, start: int) -> Trace | None:
-        """Return the tokens after the first `start`, or None if there are none or none at all was sampled.
+        """Return the tokens after the first `start`; None if there are none, or if no token was sampled yet.
 
-        This is cheap if they are few.
+        This is cheap if there are few such tokens.
         """
         if start >= self._length or not self.sampled:
             return None
