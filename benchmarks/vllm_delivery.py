@@ -92,6 +92,7 @@ async def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any
     """Start the server, publish the versions, and return the figures."""
     dtype = "bfloat16" if options.device == "cuda" else "float32"
     model = build_shape(options.model, dtype, options.device, 0)
+    model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(directory / "model")
     twin = plain_twin(model)
     config = EngineConfig(

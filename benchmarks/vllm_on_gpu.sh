@@ -47,11 +47,11 @@ start() {  # What is there, and whether a server starts at all: the cheapest thi
 }
 
 contract() {
-    part contract 330 "$python" -m pytest -m '' --maxfail 5 -s -p no:cacheprovider --basetemp "$scratch/pytest" tests/gpu/test_vllm_gpu.py
+    part contract 330 "$python" -m pytest -m '' --maxfail 8 -s -p no:cacheprovider --basetemp "$scratch/pytest" tests/gpu/test_vllm_gpu.py
 }
 
 delivery() {
-    part delivery 165 "$python" benchmarks/vllm_delivery.py --vllm-python "$vllm" --log "$scratch/vllm-delivery.log" --max-length 1024 --versions 8 --most 0.15
+    part delivery 225 "$python" benchmarks/vllm_delivery.py --vllm-python "$vllm" --log "$scratch/vllm-delivery.log" --max-length 1024 --versions 8 --most 0.15
 }
 
 loop() {

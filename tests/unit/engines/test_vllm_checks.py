@@ -224,6 +224,7 @@ def test_the_last_word_is_the_first_cause(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(
         "(EngineCore pid=3) INFO 11-15 08:39:33 [core.py:1] fine\n"
+        "(EngineCore pid=3) WARNING 11-15 08:39:33 [kernels.py:4] ImportError: no faster kernels\n"
         "(EngineCore pid=3) ERROR 11-15 08:39:33 [core.py:9] Traceback (most recent call last):\n"
         "(EngineCore pid=3) ERROR 11-15 08:39:33 [core.py:9] ValueError: no weights in /model\n"
         "(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above.\n"

@@ -50,6 +50,8 @@ SPLIT = "VLLM_ENABLE_V1_MULTIPROCESSING"
 separate processes in any case."""
 
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((DEBUG|INFO|WARNING|ERROR) [\d-]+ [\d:]+ \[[^\]]*\] )?")
+_WARNING = re.compile(r"^(\(\w+ pid=\d+\) )?(DEBUG|INFO|WARNING) ")
+"""Lines that may hold tracebacks of what is only missed, such as a library that is not installed."""
 _ERROR = re.compile(r"^(\w+\.)*\w*(Error|Exception|Exit)\b.*: \S|error: \S|^Value error, \S")
 _FATAL = b"EngineCore encountered a fatal error"
 _EMPTY = re.compile(r"See root cause above|\d+ validation errors? for")
@@ -129,7 +131,8 @@ class VllmServer:
         config = self.config
         command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model.absolute())]
         command += ["--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(port), "--seed", str(self.seed)]
-        command += ["--dtype", self.dtype, "--skip-tokenizer-init", "--max-model-len", str(self.max_length)]
+        command += ["--runner", "generate", "--dtype", self.dtype, "--skip-tokenizer-init"]
+        command += ["--max-model-len", str(self.max_length)]
         command += ["--max-num-seqs", str(config.slots), "--enable-scale-out", "--enable-prompt-tokens-details"]
         command += ["--logprobs-mode", "processed_logprobs", "--weight-transfer-config", TRANSFER]
         command += ["--worker-extension-cls", EXTENSION, "--middleware", "headrace_vllm_plugin.guard.Guard"]
@@ -161,6 +164,8 @@ class VllmServer:
             ORPHANS: "1",
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            # FlashInfer would draw with a generator of its own, so a request's seed would not decide its tokens.
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "DO_NOT_TRACK": "1",
             "PYTHONUNBUFFERED": "1",
             "TOKENIZERS_PARALLELISM": "false",
@@ -304,10 +309,11 @@ def choose_port(wanted: int = 0, patience: float = 0.0) -> int:
 
 def last_word(log: Path) -> str:
     """Return the line of a log that says why its process ended: the first error of its end, else the last line."""
-    lines = [_PREFIX.sub("", line).strip() for line in _end_of(log).splitlines()]
-    errors = [line for line in lines if _ERROR.search(line) and not _EMPTY.search(line)]
-    word = errors[0] if errors else next((line for line in reversed(lines) if line), "it left no word")
-    return word[:400]
+    lines = _end_of(log).splitlines()
+    failures = [_PREFIX.sub("", line).strip() for line in lines if not _WARNING.match(line)]
+    errors = [line for line in failures if _ERROR.search(line) and not _EMPTY.search(line)]
+    word = errors[0] if errors else next((line for line in reversed(lines) if line.strip()), "it left no word")
+    return _PREFIX.sub("", word).strip()[:400]
 
 
 def _stage(log: Path) -> str:
