@@ -27,7 +27,6 @@ def engines(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return {
         "embedded": {},
         "vLLM": {**vllm, "arguments": options.argument},
-        "vLLM, 16 tokens a message": {**vllm, "arguments": [*options.argument, "--stream-interval", "16"]},
     }
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Shows vLLM on a GPU: the tests on a server, publish to first token, a table of whole runs, and SmolLM2-135M that learns.
 #
-#     OUT=logs HEADRACE_VLLM_PYTHON=path/to/vllm/bin/python benchmarks/vllm_on_gpu.sh [start contract delivery loop smollm2 fp8]
+#     OUT=logs HEADRACE_VLLM_PYTHON=path/to/vllm/bin/python benchmarks/vllm_on_gpu.sh [start contract logprobs delivery loop smollm2 fp8]
 #
-# The parts run one after the other, each with a time limit; without arguments all but fp8 run. "start contract delivery" and
-# "loop smollm2" end within ten minutes each, whatever happens. A part that fails does not end the others. Each part leaves
+# The parts run one after the other, each with a time limit; without arguments all but fp8 run. "start contract",
+# "logprobs delivery" and "loop smollm2" end within ten minutes each, whatever happens. A part that fails does not end the others. Each part leaves
 # OUT/PART.log; the end of the servers' own logs is at its end if the part failed.
 # Where vLLM is not installed but unpacked into a folder, VLLM_SITE=FOLDER (or several, with colons) takes the place of
 # HEADRACE_VLLM_PYTHON: a small script is written that runs PYTHON (by default python3) with these folders and with the
@@ -47,7 +47,11 @@ start() {  # What is there, and whether a server starts at all: the cheapest thi
 }
 
 contract() {
-    part contract 330 "$python" -m pytest -m '' --maxfail 8 -s -p no:cacheprovider --basetemp "$scratch/pytest" tests/gpu/test_vllm_gpu.py
+    part contract 450 "$python" -m pytest -m '' --maxfail 8 -s -p no:cacheprovider --basetemp "$scratch/pytest" tests/gpu/test_vllm_gpu.py -k "not 16_bits"
+}
+
+logprobs() {
+    part logprobs 180 "$python" -m pytest -m '' -s -p no:cacheprovider --basetemp "$scratch/pytest" tests/gpu/test_vllm_gpu.py -k 16_bits
 }
 
 delivery() {
@@ -61,7 +65,7 @@ loop() {
 smollm2() {  # examples/smollm2/fetch.py first.
     part smollm2 220 "$python" -m headrace train examples/smollm2/smollm2.toml --set run.directory="$scratch/smollm2" \
         --set engine.kind=vllm --set engine.python="$vllm" --set engine.count=2 --set engine.slots=128 \
-        --set 'engine.arguments=["--stream-interval", "4", "--enforce-eager"]' \
+        --set 'engine.arguments=["--enforce-eager"]' \
         --set model.dtype=bfloat16 --set buffer.groups=32 --set buffer.depth=2 --set run.versions=40 \
         --set evaluate.prompts=500 --set pipeline.start_seconds=200 --set observe.display=plain
 }
@@ -71,7 +75,7 @@ fp8() {  # The same delivery to a server that quantises what it loads: only the 
         --argument=--quantization --argument=fp8
 }
 
-for name in "${@:-start contract delivery loop smollm2}"; do
+for name in "${@:-start contract logprobs delivery loop smollm2}"; do
     for each in $name; do
         "$each"
     done

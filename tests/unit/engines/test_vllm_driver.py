@@ -12,6 +12,7 @@ from headrace.delivery.base import Canary, Manifest
 from headrace.engines.base import Delta, Interrupt, Request, Sampling
 from headrace.engines.vllm.client import VllmClient
 from headrace.engines.vllm.engine import VllmEngine
+from waiting import until
 
 SECONDS = 60.0
 
@@ -203,6 +204,36 @@ async def test_what_fails_after_the_swap_serves_nothing_until_a_version_is_prove
         assert (await run.engine.load(manifest(3))).accepted
         await run.begun("a", len(known) + 3)
         assert set(run.versions("a")) == {1, 3}
+
+
+@pytest.mark.parametrize("proved", [True, False])
+async def test_tokens_drawn_before_the_proof_are_handed_out_after_it_or_never(proved: bool) -> None:
+    async with driven() as run:
+        run.ask("a", 300)
+        await run.begun("a")
+        run.stub.may_score.clear()
+        loading = asyncio.create_task(run.engine.load(manifest(2, score=-1.0 if proved else -1.5)))
+        await until(lambda: len(run.stub.prompts) == 2)
+        run.ask("b", 3)
+        # The short request has ended, and the long one is under way.
+        await until(lambda: len(run.stub.prompts) == 3 and len(run.stub.running) == run.stub.under_way == 1)
+        known = run.tokens("a")
+        await asyncio.sleep(0.05)
+        assert set(run.versions("a")) == {1} and run.tokens("a") == known and not run.deltas["b"]
+        run.stub.may_score.set()
+        assert (await asyncio.wait_for(loading, SECONDS)).accepted == proved
+        if not proved:
+            await asyncio.sleep(0.05)
+            assert run.tokens("a") == known and not run.deltas["b"]
+            assert run.engine.counters().generated_tokens == len(known)
+            assert (await run.engine.load(manifest(2))).accepted
+        for name, count in (("a", 300), ("b", 3)):
+            assert (await run.end(name)).finish == "length"
+            assert run.tokens(name) == [n % 50 for n in range(5, 5 + count)]
+        assert set(run.versions("a")) == {1, 2} and set(run.versions("b")) == {2}
+        assert run.engine.counters().generated_tokens == 303
+        # The prefix cache of weights that were not proved is not used again.
+        assert len(set(run.stub.salts)) == (2 if proved else 3)
 
 
 @pytest.mark.parametrize(

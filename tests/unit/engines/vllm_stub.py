@@ -44,6 +44,9 @@ class Stub:
         self.staging_error = ""
         self.second: dict[str, dict[str, Any]] = {}
         """By method, how the answer of a second worker differs from that of the first."""
+        self.may_score = asyncio.Event()
+        """Scores are answered only while this is set."""
+        self.may_score.set()
         self.statuses: dict[str, tuple[int, Any]] = {}
         """Answers of paths that are not what they should be."""
         self.url = ""
@@ -77,6 +80,7 @@ class Stub:
         elif name == "/inference/v1/generate" and body.get("stream"):
             await self.generate(body, writer)
         elif name == "/inference/v1/generate":
+            await self.may_score.wait()
             scores = [None, *({str(token): {"logprob": -1.0}} for token in body["token_ids"][1:])]
             _reply(writer, {"prompt_logprobs": scores})
         elif name == "/inference/v1/abort_requests":
@@ -112,7 +116,7 @@ class Stub:
             return {"version": 0, "error": ""}
         if method == "headrace_staged":
             return {"version": 0, "done": True, "error": self.staging_error, "digest": 5, "seconds": 0.0}
-        assert method == "headrace_load" and self.paused and not self.running, "weights change only while nothing runs"
+        assert method == "headrace_load" and self.paused and not self.under_way, "nothing runs meanwhile"
         return {"visible": 0, "hidden": 1, "digest": 0, "wrong": [], "missing": []}
 
     async def generate(self, body: Any, writer: asyncio.StreamWriter) -> None:

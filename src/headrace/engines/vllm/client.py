@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -29,6 +29,8 @@ from headrace_vllm_plugin.wire import FetchOrder, Live, StagingState
 
 CONNECT_SECONDS = 10.0
 POLL_SECONDS = 0.005
+HEAD_START_SECONDS = 0.002
+"""How long before other requests the canary is sent, so that the server draws for it first."""
 STREAMS = 256
 CONTROLS = 16
 """The number of connections beside the streams, so that a health check or an abort never waits for a stream to end."""
@@ -161,10 +163,12 @@ class VllmClient:
     async def load(self, version: int) -> list[Live]:
         """Load the staged version in every worker, and return how the live weights compare with it.
 
-        From this call on, the live weights are unproved.
+        The scheduler is paused. From this call on, the live weights are unproved.
         """
-        live = await self.rpc("headrace_load", Live, version=str(version))
-        await self._post("/update_weight_version", {"new_version": str(version)})
+        live, _ = await asyncio.gather(
+            self.rpc("headrace_load", Live, version=str(version)),
+            self._post("/update_weight_version", {"new_version": str(version)}),
+        )
         return live
 
     async def rpc(self, method: str, kind: type[T], **arguments: str) -> list[T]:
@@ -263,7 +267,7 @@ class VllmClient:
 
 
 class Delivery:
-    """The weights of one server. `stage` may run beside requests. During `swap` nothing else may run on the server."""
+    """The weights of one server. `stage` may run beside requests. Before `swap` the server's scheduler is paused."""
 
     def __init__(
         self, client: VllmClient, engine: str, *, deadline: float, keys: str = "", scaling: float | None = None
@@ -309,24 +313,33 @@ class Delivery:
         except ChannelError as error:
             return str(error)
 
-    async def swap(self, manifest: Manifest) -> Proof:
+    async def swap(self, manifest: Manifest, begin: Callable[[], None]) -> Proof:
         """Load the staged version, resume the server's scheduler, and prove the live weights.
 
-        The caller has paused the scheduler before. If a call fails before the scheduler is resumed, it stays paused
-        until the next swap. `swap` as a whole has no deadline; each of its calls has the deadline of the client.
+        The caller has paused the scheduler before. `begin` is called once the canary is on its way: requests that it
+        sends wait behind the canary until the scheduler resumes, and are drawn under weights that are not proved yet.
+        If a call fails before the scheduler is resumed, it stays paused until the next swap. `swap` as a whole has no
+        deadline; each of its calls has the deadline of the client.
         """
         started = time.monotonic()
         self._quarantined = True
         live: list[Live] = []
         error = float("inf")
+        loading = asyncio.create_task(self._client.load(manifest.version))
+        scoring = asyncio.create_task(self._client.score(manifest.canary.token_ids.tolist()))
         try:
-            live = await self._client.load(manifest.version)
+            await asyncio.sleep(HEAD_START_SECONDS)
+            begin()
+            live = await loading
             await self._client.resume()
-            scores = await self._client.score(manifest.canary.token_ids.tolist())
-            error = canary_error(manifest.canary, scores)
+            error = canary_error(manifest.canary, await scoring)
             reason = _mismatch(manifest, live, error, self._tolerance.of(manifest.canary))
         except ChannelError as failure:
             reason = f"version {manifest.version} could not be loaded: {failure}"
+        finally:
+            loading.cancel()
+            scoring.cancel()
+            await asyncio.gather(loading, scoring, return_exceptions=True)
         self._quarantined = bool(reason)
         if not reason:
             self._proved = manifest.version

@@ -6,8 +6,10 @@
 
 Weights change only while none of our requests runs. Before a swap, every stream is ended and its request is put back.
 The request is resumed from its prefix under the new version. So a stream has exactly one version: it is known when the
-stream opens, and the server confirms it when the stream ends. The server's prefix cache is keyed by that version. The
-gate is open only while the live weights are proved.
+stream opens, and the server confirms it when the stream ends. The server's prefix cache is keyed by that version.
+
+Requests are sent again while the weights load, so that the server begins with them at once. Tokens that arrive before
+the proof are held back. If the proof fails, they are dropped, and the gate is closed until a later version is proved.
 
 Sampling settings are translated completely, or refused in one line. vLLM stops only at the stop tokens that the request
 lists. Stop sequences are found here, token by token, because vLLM knows them only as text. If several truncation rules
@@ -141,6 +143,10 @@ class VllmEngine(StreamedEngine):
         self._spans = spans or SpanRecorder()
         self._decoding: ExitStack | None = None
         self._salt = secrets.token_hex(16)
+        self._unproved = NO_VERSION
+        """The version that is loaded now and not proved yet, once requests may be sent."""
+        self._held: dict[VllmSequence, list[Delta]] = {}
+        """The deltas that were drawn under the unproved version."""
         self._waiting: list[VllmSequence] = []
         self._running: dict[str, VllmSequence] = {}
         self._orders = 0
@@ -196,7 +202,7 @@ class VllmEngine(StreamedEngine):
                 if reason := await self._delivery.stage(manifest) or await self._make_way():
                     return Proof(engine=self.name, version=manifest.version, accepted=False, reason=reason)
                 with self._spans.span("swap"):
-                    return await self._delivery.swap(manifest)
+                    return await self._swap(manifest)
             finally:
                 self._admitted = None
                 self._pump()
@@ -283,7 +289,12 @@ class VllmEngine(StreamedEngine):
 
     def _may_run(self, sequence: VllmSequence) -> bool:
         admitted = self._admitted is None or sequence.order <= self._admitted
-        return admitted and not self._closed and self.version != NO_VERSION
+        return admitted and not self._closed and self._serving != NO_VERSION
+
+    @property
+    def _serving(self) -> int:
+        """The version of streams that open now."""
+        return self.version if self._unproved == NO_VERSION else self._unproved
 
     async def _run(self, sequence: VllmSequence) -> None:
         """Run one stream until it ends, is cut by us, or breaks."""
@@ -311,7 +322,7 @@ class VllmEngine(StreamedEngine):
     async def _stream(self, sequence: VllmSequence) -> None:
         if sequence.failures:
             await asyncio.sleep(BACKOFF_SECONDS * 2**sequence.failures)
-        version = self.version
+        version = self._serving
         room = sequence.room(self._max_length)
         assert room > 0, "an answer that is long enough has ended"
         params = sampling_params(sequence.request.sampling, room, self._facts)
@@ -324,14 +335,61 @@ class VllmEngine(StreamedEngine):
                     return
                 delta = sequence.take(piece, version)
                 if delta is not None:
-                    self._generated += len(delta.token_ids)
-                    self.deliver([delta])
+                    self._hand_out(sequence, delta)
                 # The server does not know this stop, so the stream is closed here. Otherwise its last piece, which
                 # confirms the version, is still to come.
                 if sequence.finished and piece.finish is None:
                     return
         finally:
             await stream.aclose()  # type: ignore[attr-defined]
+
+    def _hand_out(self, sequence: VllmSequence, delta: Delta) -> None:
+        self._generated += len(delta.token_ids)
+        if self._unproved == NO_VERSION:
+            self.deliver([delta])
+        else:
+            self._held.setdefault(sequence, []).append(delta)
+
+    def _drop_held(self, sequence: VllmSequence) -> None:
+        """Put a request back to its last token of a proved version."""
+        count = sum(len(delta.token_ids) for delta in self._held.pop(sequence, []))
+        del sequence.sampled[len(sequence.sampled) - count :]
+        self._generated -= count
+
+    async def _swap(self, manifest: Manifest) -> Proof:
+        """Load and prove a version, and let requests begin meanwhile. What they draw before the proof is held back."""
+
+        def begin() -> None:
+            self._unproved, self._admitted = manifest.version, None
+            self._pump()
+
+        proof = None
+        try:
+            proof = await self._delivery.swap(manifest, begin)
+        finally:
+            if proof is None or not proof.accepted:
+                await self._take_back()
+            self._unproved = NO_VERSION
+            held, self._held = self._held, {}
+            for deltas in held.values():
+                self.deliver(deltas)
+        return proof
+
+    async def _take_back(self) -> None:
+        """End all streams of weights that are not proved, and drop what they have drawn."""
+        self._admitted = -1
+        # The prefix cache holds keys and values of these weights, and the same version may come again.
+        self._salt = secrets.token_hex(16)
+        try:
+            await self._recall("recall")
+            await self._client.resume()
+        except ChannelError:
+            pass  # The server is lost, and its streams are closed.
+        for sequence in list(self._held):
+            self._drop_held(sequence)
+            if sequence.finished:
+                sequence.finished = False
+                heapq.heappush(self._waiting, sequence)
 
     async def _make_way(self) -> str:
         """Wait until none of our requests runs, and pause the server's scheduler. Return why that failed, if it did."""
@@ -347,18 +405,18 @@ class VllmEngine(StreamedEngine):
                         await self._changed.wait()
                     await self._client.pause("wait")
                 else:
-                    await self._recall()
+                    await self._recall("abort" if self._interrupt == "abort" else "recall")
         except TimeoutError:
             return f"{len(self._running)} running requests did not end in {self._deadline:g} s"
         except ChannelError as error:
             return str(error)
         return ""
 
-    async def _recall(self) -> None:
+    async def _recall(self, cut: Cut) -> None:
         """Pause the server's scheduler, and end every stream."""
         running = list(self._running.values())
         for sequence in running:
-            sequence.cut = sequence.cut or ("abort" if self._interrupt == "abort" else "recall")
+            sequence.cut = sequence.cut or cut
         try:
             await self._client.pause("abort")
         finally:
@@ -378,6 +436,7 @@ class VllmEngine(StreamedEngine):
             raise DeadlineError(f"{len(open_tasks)} streams of {self.name} did not close in {self._deadline:g} s")
 
     def _finish(self, sequence: VllmSequence, finish: FinishReason, error: str = "") -> None:
+        self._drop_held(sequence)
         sequence.finished = True
         self.deliver([token_delta(sequence.request.id, [], [], NO_VERSION, finish, error)])
 

@@ -31,6 +31,8 @@ KEPT = "--return-sampling-mask"
 KEY_VARIABLE = "VLLM_API_KEY"
 HOST = "127.0.0.1"
 MODEL_NAME = "policy"
+TOKENS_PER_MESSAGE = 16
+"""The tokens of an answer that a server on a GPU sends at a time. The first and the last ones are sent at once."""
 POLL_SECONDS = 0.25
 STOP_SECONDS = 5.0
 """How long a server may take to end. It is less than a run gives its processes to end."""
@@ -143,6 +145,9 @@ class VllmServer:
             # Only vLLM's first model runner needs this processor. The second one, which needs a GPU, draws noise by
             # position without it, and takes no processors of this kind.
             command += ["--logits-processors", NOISE, "--block-size", str(self._block())]
+        else:
+            # With a message for each token, client and server would be busier with messages than the GPU with tokens.
+            command += ["--stream-interval", str(TOKENS_PER_MESSAGE)]
         if self.record_kept:
             command += [KEPT]
         if config.gpus_per_engine > 1:
