@@ -95,15 +95,17 @@ class Stub:
             second = [{**answer, **self.second[body["method"]]}] if body["method"] in self.second else []
             _reply(writer, {"results": [answer, *second]})
         else:
-            self.control(path, body)
+            await self.control(path, body)
             _reply(writer, {})
 
-    def control(self, path: str, body: Any) -> None:
+    async def control(self, path: str, body: Any) -> None:
         if path.startswith("/pause"):
             self.paused = True
             if "mode=abort" in path:
                 for aborted in self.running.values():
                     aborted.set()
+                while self.under_way:  # noqa: ASYNC110
+                    await asyncio.sleep(self.step_seconds)
         elif path == "/resume":
             self.paused = False
         elif path == "/update_weight_version":

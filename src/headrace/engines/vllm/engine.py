@@ -335,7 +335,7 @@ class VllmEngine(StreamedEngine):
                     return
                 delta = sequence.take(piece, version)
                 if delta is not None:
-                    self._hand_out(sequence, delta)
+                    self._hand_out(sequence, delta, version)
                 # The server does not know this stop, so the stream is closed here. Otherwise its last piece, which
                 # confirms the version, is still to come.
                 if sequence.finished and piece.finish is None:
@@ -343,12 +343,12 @@ class VllmEngine(StreamedEngine):
         finally:
             await stream.aclose()  # type: ignore[attr-defined]
 
-    def _hand_out(self, sequence: VllmSequence, delta: Delta) -> None:
+    def _hand_out(self, sequence: VllmSequence, delta: Delta, version: int) -> None:
         self._generated += len(delta.token_ids)
-        if self._unproved == NO_VERSION:
-            self.deliver([delta])
-        else:
+        if version == self._unproved:
             self._held.setdefault(sequence, []).append(delta)
+        else:
+            self.deliver([delta])
 
     def _drop_held(self, sequence: VllmSequence) -> None:
         """Put a request back to its last token of a proved version."""
@@ -364,9 +364,13 @@ class VllmEngine(StreamedEngine):
             self._pump()
 
         proof = None
+        # The last messages of recalled streams may still be on their way. Each request begins again when its has come.
+        leaving = asyncio.create_task(self._end(list(self._running.values()), GRACE_SECONDS), name=f"{self.name} leave")
         try:
             proof = await self._delivery.swap(manifest, begin)
+            await leaving
         finally:
+            leaving.cancel()
             if proof is None or not proof.accepted:
                 await self._take_back()
             self._unproved = NO_VERSION
@@ -380,11 +384,13 @@ class VllmEngine(StreamedEngine):
         self._admitted = -1
         # The prefix cache holds keys and values of these weights, and the same version may come again.
         self._salt = secrets.token_hex(16)
+        running = list(self._running.values())
         try:
             await self._recall("recall")
             await self._client.resume()
         except ChannelError:
-            pass  # The server is lost, and its streams are closed.
+            pass  # The server is lost, and so are its streams.
+        await self._end(running, GRACE_SECONDS)
         for sequence in list(self._held):
             self._drop_held(sequence)
             if sequence.finished:
@@ -392,7 +398,7 @@ class VllmEngine(StreamedEngine):
                 heapq.heappush(self._waiting, sequence)
 
     async def _make_way(self) -> str:
-        """Wait until none of our requests runs, and pause the server's scheduler. Return why that failed, if it did."""
+        """Pause the server's scheduler when none of our requests runs there. Return why that failed, if it did."""
         try:
             async with asyncio.timeout(self._deadline):
                 if self._interrupt == "block":
@@ -413,14 +419,15 @@ class VllmEngine(StreamedEngine):
         return ""
 
     async def _recall(self, cut: Cut) -> None:
-        """Pause the server's scheduler, and end every stream."""
+        """Pause the server's scheduler and end every request there. The streams end when their last messages come."""
         running = list(self._running.values())
         for sequence in running:
             sequence.cut = sequence.cut or cut
         try:
             await self._client.pause("abort")
-        finally:
-            await self._end(running, GRACE_SECONDS)
+        except BaseException:
+            await self._end(running, 0.0)
+            raise
 
     async def _end(self, sequences: list[VllmSequence], grace: float) -> None:
         """Wait until these streams have ended. After `grace` seconds, close the connections of the others."""
