@@ -135,7 +135,7 @@ def pinned(config: Config) -> Pinned:
             task = msgspec.structs.replace(task, path=name.id, revision=commit(name, found, "[task] path"))
         elif task.revision:
             raise ConfigError(f"[task] revision: is for names on the hub, and {task.path} is a file (leave it out)")
-        if task.heldout_path is not None and (name := parse_name(task.heldout_path)) is not None:
+        if task.heldout_path and (name := parse_name(task.heldout_path)) is not None:
             found = fetched_dataset(name, "[task] heldout_path")
             heldout = HubName(name.id, commit(name, found, "[task] heldout_path"))
             task = msgspec.structs.replace(task, heldout_path=str(heldout))

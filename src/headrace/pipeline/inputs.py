@@ -229,9 +229,9 @@ def _prompts(config: Config, task: DatasetTaskConfig | AgentTaskConfig) -> tuple
     form = PromptFormat(system=task.system, fields=task.fields, chat=chat)
     train = Prompts(_table(task.path, task.revision, task.subset, task.split, "[task] path"), form)
     wanted = config.evaluate.prompts
-    if task.heldout_path is None and task.heldout_split is None:
+    if not task.heldout_path and not task.heldout_split:
         return split_heldout(train, wanted or 0)
-    path, revision = (task.path, task.revision) if task.heldout_path is None else (task.heldout_path, "")
+    path, revision = (task.heldout_path, "") if task.heldout_path else (task.path, task.revision)
     split = task.heldout_split or task.split
     table = _table(path, revision, task.subset, split, "[task] heldout_path")
     # The same row number may be in both tables, so the ids of the second one begin differently.

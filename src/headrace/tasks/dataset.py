@@ -199,7 +199,9 @@ def _prompt(row: Any, where: str, form: PromptFormat, id: str | None) -> Prompt:
     record = renamed(row, form.fields, where)
     if "prompt" not in record:
         names = ", ".join(record) or "nothing"
-        raise DataError(f'{where} has no "prompt" (it has: {names}); name the field in [task] fields = {{prompt = "..."}}')
+        raise DataError(
+            f'{where} has no "prompt" (it has: {names}); name the field in [task] fields = {{prompt = "..."}}'
+        )
     data = {key: value for key, value in record.items() if key not in ("prompt", "id")}
     if id is None:
         id = record.get("id")
