@@ -9,15 +9,20 @@ from pathlib import Path
 
 from runs import ROOT, small_settings
 
+from headrace.cluster.launchers.local import SHARED
+
 
 def command(home: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """A command with a Hugging Face home of its own, and no token or endpoint of the machine's."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    # The fork server that tests share has read its own variables when it loaded huggingface_hub.
+    inherited = {
+        name: value for name, value in os.environ.items() if name != SHARED and not name.startswith(("HF_", "HUGGING"))
+    }
     return subprocess.run(
         [sys.executable, "-m", "headrace", *arguments],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         cwd=ROOT,
         check=False,
         env={**inherited, "HF_HOME": str(home), **variables},

@@ -8,6 +8,7 @@ HF_ENDPOINT and HF_TOKEN. The token is only ever in the environment: Headrace ne
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -159,12 +160,12 @@ def _read_template(path: str) -> str:
 
 
 def _snapshot(name: HubName, kind: str, wanted: list[str] | None, left_out: list[str] | None, key: str) -> Path:
-    with _one_line(name, kind, key):
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.utils.tqdm import disable_progress_bars
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
-        if not sys.stderr.isatty():
-            disable_progress_bars()
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    with _one_line(name, kind, key), _quiet("huggingface_hub"):
         return Path(
             snapshot_download(
                 name.id,
@@ -175,6 +176,18 @@ def _snapshot(name: HubName, kind: str, wanted: list[str] | None, left_out: list
                 library_name="headrace",
             )
         )
+
+
+@contextmanager
+def _quiet(library: str) -> Iterator[None]:
+    """Keep a library from warning. It warns of every retry, and what matters becomes one line."""
+    logger = logging.getLogger(library)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextmanager
