@@ -231,6 +231,8 @@ def _prompts(config: Config, task: DatasetTaskConfig | AgentTaskConfig) -> tuple
     wanted = config.evaluate.prompts
     if not task.heldout_path and not task.heldout_split:
         return split_heldout(train, wanted or 0)
+    if not task.heldout_path and parse_name(task.path, task.revision) is None:
+        raise ConfigError(f"[task] heldout_split: is for datasets on the hub, and {task.path} is a file (heldout_path)")
     path, revision = (task.heldout_path, "") if task.heldout_path else (task.path, task.revision)
     split = task.heldout_split or task.split
     table = _table(path, revision, task.subset, split, "[task] heldout_path")
