@@ -64,9 +64,7 @@ def base_model(tmp_path: Path) -> dict[str, str]:
 
 def test_chat_prompts_for_a_model_without_a_template_are_refused(base_model, tmp_path):
     config = configured({})
-    with pytest.raises(
-        ModelError, match=r'no chat template, .*: set \[model\] chat_template, or \[task\] format = '
-    ):
+    with pytest.raises(ModelError, match=r"no chat template, .*: set \[model\] chat_template, or \[task\] format = "):
         count_prompts(changed(config, model=base_model))
     assert count_prompts(changed(configured({"format": "text"}), model=base_model)) == (8000, 0)
     (tmp_path / "chat.jinja").write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")

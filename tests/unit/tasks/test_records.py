@@ -20,9 +20,7 @@ def test_fields_have_the_names_that_the_configuration_gives_them() -> None:
     first = Prompts(Table(ROWS, "rows"), PromptFormat(fields=FIELDS, chat=False))[0]
     assert first.text == "what is 0?"
     assert first.data == {"answer": "0", "solution": "0", "level": 0}
-    with pytest.raises(
-        DataError, match=r"rows, row 1 has no 'task', which \[task\] fields calls 'prompt' \(it has"
-    ):
+    with pytest.raises(DataError, match=r"rows, row 1 has no 'task', which \[task\] fields calls 'prompt' \(it has"):
         Prompts(Table(ROWS, "rows"), PromptFormat(fields={"prompt": "task"}))
 
 
