@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[tasks,gguf,dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[tasks,gguf,data,dev]"
 	# Aside, for the tests of 8-bit states: peft loads it, with its warnings, wherever it can be seen.
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps --upgrade --target $(VENV)/torchao torchao
 	touch $(STAMP)

@@ -85,7 +85,7 @@ class RunDir:
 
     def config_to_start_with(self) -> Config:
         """Return the configuration that a worker has to start with."""
-        return load_config(self.next_config if self.next_config.is_file() else self.config)
+        return load_saved(self.next_config if self.next_config.is_file() else self.config)
 
     @contextmanager
     def report_full_disk(self) -> Iterator[None]:
@@ -108,7 +108,12 @@ class RunDir:
             raise UserError(f"{path}: no such run directory")
         if not run_dir.config.is_file():
             raise UserError(f"{path}: not a run directory (it has no config.toml)")
-        return run_dir, load_config(run_dir.config)
+        return run_dir, load_saved(run_dir.config)
+
+
+def load_saved(path: Path) -> Config:
+    """Read the configuration of a run. Older versions saved relative paths, which follow the working directory."""
+    return load_config(path, base=Path.cwd())
 
 
 def write_whole(path: Path, data: bytes, *, durable: bool = False) -> None:

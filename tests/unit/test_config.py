@@ -27,7 +27,7 @@ MINIMAL = {"model": {"path": "m"}, "task": {"kind": "gym", "name": "spell_backwa
 
 KEYS = {
     "run": {"name", "directory", "seed", "versions"},
-    "model": {"path", "weights", "dtype"},
+    "model": {"path", "revision", "chat_template", "weights", "dtype"},
     "engine": {
         "kind", "count", "gpus", "gpus_per_engine",
         "threads", "slots", "block_size", "cache_tokens", "max_length", "prefill_chunk", "interrupt",
@@ -74,11 +74,12 @@ READ_BY_LOSSES = {key: names for key in sorted(KEYS["algorithm"]) if (names := l
 READ_BY_CORRECTIONS = {key: name for name, keys in correction_facts().reads.items() for key in keys}
 
 
-AGENT_KEYS = {
-    "path", "agent", "command", "heldout_path", "system", "demonstration", "workers", "concurrency", "timeout",
+PROMPT_KEYS = {
+    "path", "revision", "subset", "split", "heldout_path", "heldout_split", "fields", "system", "demonstration",
     "weight",
 }  # fmt: skip
-DATASET_KEYS = {"path", "reward", "heldout_path", "system", "demonstration", "weight"}
+AGENT_KEYS = {*PROMPT_KEYS, "agent", "command", "workers", "concurrency", "timeout"}
+DATASET_KEYS = {*PROMPT_KEYS, "format", "reward"}
 GYM_KEYS = {"name", "config", "size", "system", "suffix", "answer_pattern", "weight"}
 ENVIRONMENT_KEYS = {"factory", "config", "weight"}
 SCORER_KEYS = {"scorer", "weight", "config"}

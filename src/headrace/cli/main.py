@@ -127,15 +127,16 @@ def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False
     """Validate CONFIG. Print it resolved, with the lag bound, the memory, and which side will be the bottleneck."""
     from headrace.buffer.admission import capacity, lag_bound
     from headrace.config import dump_config, load_config
+    from headrace.config.hub import model_dir, pinned
     from headrace.config.memory import estimate
     from headrace.config.model_dir import model_facts
     from headrace.config.remarks import dtypes, remarks
     from headrace.pipeline.inputs import count_prompts
     from headrace.training.checkpoints.remote_store import check_store
 
-    loaded, placed = _placed(load_config(config, settings or []))
+    loaded, placed = _placed(pinned(load_config(config, settings or [])).config)
     check_store(loaded)
-    facts = model_facts(Path(loaded.model.path), loaded.model.weights)
+    facts = model_facts(model_dir(loaded.model), loaded.model.weights)
     train_prompts, heldout_prompts = count_prompts(loaded)
     buffer, every = loaded.buffer, loaded.delivery.publish_every
     found: dict[str, Any] = {
@@ -218,7 +219,7 @@ class InputLine(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def generate(
-    model_dir: Annotated[str, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face directory.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face directory, or owner/name.")],
     input_: Annotated[str, typer.Option("--input", help="JSON lines: token_ids or text, max_tokens, temperature, ...")],
     output: Annotated[str, typer.Option("--output", help="JSON lines: token_ids, logprobs, versions, finish_reason.")],
     slots: Annotated[int, typer.Option(help="Sequences that decode together.", min=1)] = 64,
@@ -227,18 +228,20 @@ def generate(
 ) -> None:
     """Continue every prompt of a file. Each answer is one line, in the order of the input."""
     from headrace.config.file_digests import check_digests
+    from headrace.config.hub import given_model
     from headrace.config.model_dir import check_model_dir, text_config
     from headrace.tasks.chat import ChatFormat
 
     weights = "random" if random_weights else "load"
-    config = check_model_dir(Path(model_dir), weights, key="MODEL_DIR")
-    check_digests(Path(model_dir), "MODEL_DIR")
-    chat = ChatFormat.load(model_dir) if (Path(model_dir) / "tokenizer.json").is_file() else None
+    path = given_model(model, "MODEL_DIR", weights=weights)
+    config = check_model_dir(path, weights, key="MODEL_DIR")
+    check_digests(path, "MODEL_DIR")
+    chat = ChatFormat.load(path) if (path / "tokenizer.json").is_file() else None
     vocabulary = text_config(config).get("vocab_size") or _INT32
     requests = list(_requests(Path(input_), chat, vocabulary))
     try:
         with Path(output).open("w") as out:
-            answers = _answers(model_dir, weights, requests, slots, threads)
+            answers = _answers(path, weights, requests, slots, threads)
             for request, answer in zip(requests, answers, strict=True):
                 out.write(json.dumps(_record(request, answer, chat)) + "\n")
     except OSError as error:
@@ -285,7 +288,7 @@ def _requests(path: Path, chat: ChatFormat | None, vocabulary: int) -> Iterator[
             )
 
 
-def _answers(model_dir: str, weights: str, requests: list[Request], slots: int, threads: int) -> list[list[Delta]]:
+def _answers(path: Path, weights: str, requests: list[Request], slots: int, threads: int) -> list[list[Delta]]:
     import torch
     from rich.console import Console
     from rich.progress import Progress
@@ -298,7 +301,7 @@ def _answers(model_dir: str, weights: str, requests: list[Request], slots: int, 
 
     if threads:
         torch.set_num_threads(threads)
-    model = load_model(model_dir, weights=weights, device=choose_device("auto", "engine"))
+    model = load_model(path, weights=weights, device=choose_device("auto", "engine"))
     longest = longest_sequence(0, getattr(model.config, "max_position_embeddings", 0))
     check_model(model, longest)
     core = EngineCore(model, EngineConfig(slots=slots), name="engine-0", max_length=longest, version=0)

@@ -24,6 +24,7 @@ from headrace.config.schema import (
     DatasetTaskConfig,
     EngineRange,
     LoraConfig,
+    PromptsSection,
     RolloutsConfig,
     is_reference,
     names_of,
@@ -61,7 +62,11 @@ def check_together(config: Config) -> None:
     _check_ranks(config)
     if not is_reference(config.delivery.transport):
         check_transport(config)
-    whole_file = config.evaluate.prompts is None and getattr(config.task, "heldout_path", None) is not None
+    whole_file = (
+        config.evaluate.prompts is None
+        and isinstance(config.task, PromptsSection)
+        and bool(config.task.heldout_path or config.task.heldout_split)
+    )
     if config.evaluate.every and not (config.evaluate.prompts or whole_file):
         raise ConfigError("[evaluate] every: needs prompts > 0")
 

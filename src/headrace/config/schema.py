@@ -58,10 +58,17 @@ class RunConfig(Section, frozen=True):
 
 
 class ModelConfig(Section, frozen=True):
-    """[model]: the model to train, as a Hugging Face directory."""
+    """[model]: the model to train, by its name on the Hugging Face hub or as a directory."""
 
     path: str
-    """A local directory with `config.json`, `tokenizer.json` and, unless `weights = "random"`, safetensors weights."""
+    """A directory with `config.json`, `tokenizer.json` and, unless `weights = "random"`, safetensors weights. Where
+    there is no such directory: a name on the hub, such as "Qwen/Qwen3-0.6B" (`docs/models_and_data.md`)."""
+    revision: str = ""
+    """The branch, tag or commit of a model on the hub. By default its main branch. The run saves the commit that this
+    was when the run began, and resumes with it."""
+    chat_template: str | None = None
+    """A chat template of your own in place of the model's: a file, or the template itself. The run saves its text, and
+    checkpoints carry it."""
     weights: Literal["load", "random"] = "load"
     """`load`: read the weights from the directory. `random`: draw them from `[run] seed`; the directory then needs only
     `config.json` and `tokenizer.json`."""
@@ -78,23 +85,45 @@ class TaskSection(Section, frozen=True, tag_field="kind"):
     """This task's share of the prompts, relative to the weights of the run's other tasks. A run has one task so far."""
 
 
-class DatasetTaskConfig(TaskSection, frozen=True, kw_only=True, tag="dataset"):
-    """[task] kind = "dataset": prompts from a JSON lines file, judged by a reward function of yours."""
+class PromptsSection(TaskSection, frozen=True, kw_only=True):
+    """Keys of a task whose prompts are the rows of a file, or of a dataset on the hub."""
 
     path: str
-    """A JSON lines file. Each line is `{"prompt": text or messages, ...}`. The other fields, except `id`, are for the
-    reward function."""
+    """A file of rows, by the end of its name: `.jsonl`, `.json` (a list of objects), `.csv` or `.parquet`. Or the name
+    of a dataset on the hub, such as "openai/gsm8k". Parquet and the hub need `pip install "headrace[data]"`. A row has
+    a `prompt` (text or messages). Its other fields, except `id`, are for the reward function or the agent."""
+    revision: str = ""
+    """The branch, tag or commit of a dataset on the hub. By default its main branch. The run saves the commit that this
+    was when the run began, and resumes with it."""
+    subset: str | None = None
+    """The subset (configuration) of a dataset on the hub, such as "main". By default the only one."""
+    split: str = "train"
+    """The split of a dataset on the hub to train on."""
+    heldout_path: str | None = None
+    """A second file or dataset, for evaluation. Without `heldout_path` and `heldout_split`, `[evaluate] prompts` rows
+    are held out of `path`, chosen by a hash."""
+    heldout_split: str | None = None
+    """The split of a dataset on the hub for evaluation, such as "test". By default `split` of `heldout_path`."""
+    fields: dict[str, str] = {}
+    """The fields of a row under other names: `{prompt = "question", answer = "solution"}` takes the prompt from the
+    field `question`, and gives the reward function the field `solution` as `answer` too."""
+    system: str | None = None
+    """A system message before every prompt that is given as text."""
+    demonstration: str | None = "answer"
+    """The field of each row that holds a correct answer, for a supervised warm start."""
+
+
+class DatasetTaskConfig(PromptsSection, frozen=True, kw_only=True, tag="dataset"):
+    """[task] kind = "dataset": prompts from a file or from the hub, judged by a reward function of yours."""
+
+    format: Literal["chat", "text"] = "chat"
+    """How a prompt that is text reaches the model. `chat`: as a user's message, by the chat template. `text`: as it is,
+    after the token that the tokenizer puts before every text, if there is one (BOS). Base models without a chat
+    template need `text`."""
     reward: str | None = None
     """The reward function: `module:function`, or `path/to/file.py:function`. It is called with `completion` and with
     those fields of the line that its parameters name, such as `answer`. If a line lacks a field, the default of the
     parameter is used; without a default, the rollout fails. Required unless there are `[scorers.NAME]`."""
-    heldout_path: str | None = None
-    """A second file, for evaluation. Without it, `[evaluate] prompts` lines are held out of `path`, chosen by a hash of
-    their ids."""
-    system: str | None = None
-    """A system message before every prompt that is given as text."""
-    demonstration: str | None = "answer"
-    """The field of each line that holds a correct answer, for a supervised warm start."""
 
 
 class GymTaskConfig(TaskSection, frozen=True, kw_only=True, tag="gym"):
@@ -124,24 +153,15 @@ class EnvironmentTaskConfig(TaskSection, frozen=True, kw_only=True, tag="environ
     """The arguments of the factory."""
 
 
-class AgentTaskConfig(TaskSection, frozen=True, kw_only=True, tag="agent"):
+class AgentTaskConfig(PromptsSection, frozen=True, kw_only=True, tag="agent"):
     """[task] kind = "agent": agents that speak OpenAI's API work on prompts, through the gateway of the run."""
 
-    path: str
-    """A JSON lines file. Each line is `{"prompt": text or messages, ...}`. The agent gets the other fields too."""
     agent: str | None = None
     """The agent: `module:function`, or `path/to/file.py:function`. The reward is what the function returns or posts.
     `headrace gateway` ignores `agent` and `command`: there agents connect from outside."""
     command: list[str] = []
     """A program that is started for every rollout, instead of `agent`. Without `agent` and `command`, agents connect
     from outside."""
-    heldout_path: str | None = None
-    """A second file, for evaluation. Without it, `[evaluate] prompts` lines are held out of `path`, chosen by a hash of
-    their ids."""
-    system: str | None = None
-    """A system message before every prompt that is given as text."""
-    demonstration: str | None = "answer"
-    """The field of each line that holds a correct answer, for a supervised warm start."""
     workers: Processes = 1
     """The number of processes in which agents run."""
     concurrency: Positive = 32
@@ -349,7 +369,8 @@ class AlgorithmConfig(Section, frozen=True):
     """The sampler's share in the interpolated proximal policy of decoupled_ppo. By default 1 / lag of the token, and 0
     at lag 0."""
     teacher: str | None = None
-    """distillation: the directory of the model to learn from. Its tokenizer must be that of the trained model."""
+    """distillation: the model to learn from: a directory, or a name on the hub, `owner/name` or `owner/name@revision`.
+    Its tokenizer must be that of the trained model."""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
     """The estimate of the divergence from the reference policy that is added to the loss. It needs one more forward
     pass. The reference is a copy of the weights before the first policy step, after a warm start if there is one. With

@@ -22,6 +22,7 @@ from headrace.config import (
 )
 from headrace.config.checks import check_references, check_transport
 from headrace.config.declared import loss_facts, transport_facts
+from headrace.config.hub import fetched_dataset, model_dir, parse_name, teacher_dir
 from headrace.config.model_dir import check_model_dir, check_teacher
 from headrace.config.schema import is_reference
 from headrace.errors import ConfigError
@@ -34,10 +35,10 @@ from headrace.scoring.functions import is_reward_function
 from headrace.scoring.rewards import WorkerScorer
 from headrace.tasks.base import Task
 from headrace.tasks.chat import ChatFormat
-from headrace.tasks.dataset import SingleTurnTask, check_disjoint, load_prompts, split_heldout
+from headrace.tasks.dataset import PromptFormat, Prompts, SingleTurnTask, check_disjoint, split_heldout
 from headrace.tasks.gym import VERIFIER
 from headrace.tasks.gym import GymTask as Gym
-from headrace.types import Prompt
+from headrace.tasks.records import Table, read_dataset, read_file
 
 OWN_REWARDS = ("environment", "agent")
 """The scorer names under which the rewards of environments and agents are recorded."""
@@ -66,6 +67,7 @@ def check_inputs(config: Config, reward: Scorer | None = None) -> tuple[ReadyTas
     """Check all user input that needs no process. `reward` replaces the configured reward function."""
     chat = check_model(config)
     task = make_task(config)
+    _check_template(chat, task)
     weights = {name: scorer.weight for name, scorer in config.scorers.items()}
     scoring = Stage(make_scorers(config, reward), weights, timeout=config.scoring.timeout)
     return ReadyTask(task, scoring), chat
@@ -74,13 +76,20 @@ def check_inputs(config: Config, reward: Scorer | None = None) -> tuple[ReadyTas
 def check_model(config: Config) -> ChatFormat:
     """Return the model's chat format. Raises if the directory is incomplete or does not know a stop token."""
     check_extensions(config)
-    check_model_dir(Path(config.model.path), config.model.weights, tokenizer=True)
-    if config.algorithm.teacher is not None:
-        check_teacher(Path(config.algorithm.teacher), Path(config.model.path), config.model.weights)
-    chat = ChatFormat.load(config.model.path)
+    path = model_dir(config.model)
+    check_model_dir(path, config.model.weights, tokenizer=True)
+    if (teacher := teacher_dir(config)) is not None:
+        check_teacher(teacher, path, config.model.weights)
+    chat = ChatFormat.load(path, config.model.chat_template)
     for token in config.rollouts.stop:
         chat.token_id(token)
     return chat
+
+
+def _check_template(chat: ChatFormat, task: Task) -> None:
+    """Raise `ModelError` if the prompts are messages and the model has no chat template."""
+    if not chat.has_template and len(task.train) and task.train[0].text is None:
+        chat.open([{"role": "user", "content": ""}])
 
 
 def check_extensions(config: Config) -> None:
@@ -212,12 +221,30 @@ def _in_workers(config: Config, reference: str, arguments: dict[str, Any] | None
     )
 
 
-def _prompts(config: Config, task: DatasetTaskConfig | AgentTaskConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """Return (training prompts, held-out prompts) from the task's files."""
-    train = load_prompts(task.path, system=task.system)
+def _prompts(config: Config, task: DatasetTaskConfig | AgentTaskConfig) -> tuple[Prompts, Prompts]:
+    """Return (training prompts, held-out prompts) from the task's files or datasets."""
+    chat = not isinstance(task, DatasetTaskConfig) or task.format == "chat"
+    if task.system is not None and not chat:
+        raise ConfigError('[task] system: goes with chat messages, and [task] format is "text" (leave one out)')
+    form = PromptFormat(system=task.system, fields=task.fields, chat=chat)
+    train = Prompts(_table(task.path, task.revision, task.subset, task.split, "[task] path"), form)
     wanted = config.evaluate.prompts
-    if task.heldout_path is None:
-        return split_heldout(train, wanted or 0, task.path)
-    heldout = load_prompts(task.heldout_path, system=task.system)[:wanted]
-    check_disjoint(train, heldout, task.path, task.heldout_path)
+    if not task.heldout_path and not task.heldout_split:
+        return split_heldout(train, wanted or 0)
+    if not task.heldout_path and parse_name(task.path, task.revision) is None:
+        raise ConfigError(f"[task] heldout_split: is for datasets on the hub, and {task.path} is a file (heldout_path)")
+    path, revision = (task.heldout_path, "") if task.heldout_path else (task.path, task.revision)
+    split = task.heldout_split or task.split
+    table = _table(path, revision, task.subset, split, "[task] heldout_path")
+    # The same row number may be in both tables, so the ids of the second one begin differently.
+    heldout = Prompts(table._replace(ids=table.ids and f"heldout-{table.ids}"), form)[:wanted]
+    check_disjoint(train, heldout)
     return train, heldout
+
+
+def _table(path: str, revision: str, subset: str | None, split: str, key: str) -> Table:
+    """Return the rows of a file, or of a dataset on the hub."""
+    name = parse_name(path, revision)
+    if name is None:
+        return read_file(Path(path))
+    return read_dataset(fetched_dataset(name, key), name.id, subset, split)

@@ -17,7 +17,7 @@ import secrets
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from headrace.cluster.placement import Host, Place, one_more
 from headrace.cluster.supervision import Fleet, SeveralHosts
 from headrace.config import AgentTaskConfig, Config, dump_config, load_config, with_settings
 from headrace.config.file_digests import check_digests
+from headrace.config.hub import model_dir, pinned, teacher_dir
 from headrace.config.memory import longest_sequence
 from headrace.config.model_dir import ModelFacts, model_facts
 from headrace.config.remarks import remarks
@@ -228,11 +229,13 @@ class RunSession:
         journal: Callable[..., Journal] = Journal,
         tokenizer_known: bool = False,
         ranks: Sequence[int] | None = None,
+        hub_names: Mapping[str, str] | None = None,
     ) -> None:
         """`journal` differs from the default only where the journal itself is measured.
 
         `tokenizer_known` says that the journal has the digest of the tokenizer that the run began with. `ranks` are
-        those of the engines to begin with, if the run was scaled before.
+        those of the engines to begin with, if the run was scaled before. `hub_names` are the models and datasets of
+        a new run that come from the hub, with their commits, by the key that names them.
         """
         self.config = config
         self.run_dir = run_dir
@@ -242,6 +245,7 @@ class RunSession:
         self._journal = journal
         self._tokenizer_known = tokenizer_known
         self._ranks = ranks
+        self._hub_names = hub_names
         self._hosts = hosts_of(config)
         self._controller: Controller | None = None
         self._gateway: Relay | None = None
@@ -382,6 +386,8 @@ class RunSession:
         journal.meta("name", config.run.name)
         if not self._tokenizer_known:
             journal.meta("tokenizer", self._chat.digest)
+        if self._hub_names:
+            journal.meta("hub", dict(self._hub_names))
         journal.meta("started", clock.wall)
         journal.meta("outcome", "running")
         journal.meta("lag_bound", parts.window.lag_bound)
@@ -414,7 +420,7 @@ class RunSession:
 
     @cached_property
     def _facts(self) -> ModelFacts:
-        return model_facts(Path(self.config.model.path), self.config.model.weights)
+        return model_facts(model_dir(self.config.model), self.config.model.weights)
 
     @property
     def _longest_sequence(self) -> int:
@@ -498,6 +504,9 @@ def start_run(
     `reward` replaces the configured reward function. `prompts` holds JSON lines to write into the run directory, as
     `prompts.jsonl`.
     """
+    config, names = pinned(config)
+    for key, name in names.items():
+        progress.note(f"{key}: {name}")
     config, _ = place_run(config, hosts_of(config))
     check_store(config, new=True)
     run_dir = RunDir.create(config)
@@ -509,7 +518,8 @@ def start_run(
         _check_models(config)
         # The lock is held from here on: a resume of a run that is only starting is refused.
         with lock_run(run_dir.journal) as lock, run_dir.report_full_disk():
-            session = RunSession(config, run_dir, progress, task, chat, journal=partial(Journal, lock=lock))
+            make_journal = partial(Journal, lock=lock)
+            session = RunSession(config, run_dir, progress, task, chat, journal=make_journal, hub_names=names)
             return session.execute()
     except UserError as error:
         resumable = isinstance(error, DiskError) or (session is not None and session.began)
@@ -520,9 +530,9 @@ def start_run(
 
 def _check_models(config: Config) -> None:
     """Raise `ModelError` if a file that the run loads weights from has changed since Headrace wrote it."""
-    check_digests(Path(config.model.path), "[model] path")
-    if config.algorithm.teacher is not None:
-        check_digests(Path(config.algorithm.teacher), "[algorithm] teacher")
+    check_digests(model_dir(config.model), "[model] path")
+    if (teacher := teacher_dir(config)) is not None:
+        check_digests(teacher, "[algorithm] teacher")
 
 
 def _set_damage_aside(run_dir: RunDir, policy: str) -> Iterator[str]:
@@ -563,7 +573,7 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) ->
     """
     run_dir, before = RunDir.open(path)
     settings = list(settings)
-    config = with_settings(before, settings)
+    config = pinned(with_settings(before, settings)).config
     config, _ = place_run(config, hosts_of(config))
     check_store(config, new=not run_dir.journal.is_file())
     if not run_dir.journal.is_file():

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from headrace.buffer.reader import JournalReader
+from headrace.config.hub import model_dir
 from headrace.errors import UserError
 from headrace.observe.records import RolloutRecord
 from headrace.observe.summary import aligned
@@ -38,7 +39,7 @@ def _documented(record: RolloutRecord) -> Row:
 def load_chat(run_dir: Path) -> ChatFormat:
     """Load the tokenizer of the run's model: that of a checkpoint in the run directory, or else the model's own."""
     paths, config = RunDir.open(run_dir)
-    return ChatFormat.load(latest(paths.checkpoints) or config.model.path)
+    return ChatFormat.load(latest(paths.checkpoints) or model_dir(config.model), config.model.chat_template)
 
 
 def changed_tokenizer(journal: JournalReader, chat: ChatFormat) -> str:

@@ -43,6 +43,10 @@ class ChatFormat(Protocol):
         """
         ...
 
+    def open_text(self, text: str) -> Int32Array:
+        """Return the tokens of a prompt that is plain text, after the token with which the model's texts begin."""
+        ...
+
     def encode(self, text: str) -> Int32Array:
         """Return the tokens of a text, as it is."""
         ...

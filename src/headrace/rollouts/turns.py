@@ -122,10 +122,10 @@ class Episode(AnyEpisode):
         try:
             messages = await self._ask("environment.reset", self._environment.reset)
             text = self.prompt.text
-            with foreign("the opening"):
-                opening = self._chat.open(messages) if messages else None if text is None else self._chat.encode(text)
-            if opening is None:
+            if not messages and text is None:
                 raise EpisodeFailed("the environment opened without a message and the prompt has no text")
+            with foreign("the opening"):
+                opening = self._chat.open(messages) if messages else self._chat.open_text(text or "")
             self._opening_tokens = len(opening)
             self._expect(opening)
             prefix = self.plan.prefix

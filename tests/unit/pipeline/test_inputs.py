@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.config import make_config
-from headrace.errors import ConfigError
+from headrace.config import dump_config, make_config
+from headrace.config.hub import pinned
+from headrace.errors import ConfigError, ModelError
 from headrace.pipeline.inputs import count_prompts
 
 QUICKSTART = "examples/quickstart"
@@ -44,3 +49,40 @@ def test_evaluations_during_a_run_need_prompts():
 def test_a_wrong_reward_function_is_named_by_its_key():
     with pytest.raises(ConfigError, match=r"^\[task\] reward: .* has no 'nothing'"):
         count_prompts(configured({"reward": f"{QUICKSTART}/reward.py:nothing"}))
+
+
+@pytest.fixture
+def base_model(tmp_path: Path) -> dict[str, str]:
+    """The quickstart's model without its chat template."""
+    model = tmp_path / "base"
+    shutil.copytree(f"{QUICKSTART}/model", model)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    return {"path": str(model), "weights": "random"}
+
+
+def test_chat_prompts_for_a_model_without_a_template_are_refused(base_model, tmp_path):
+    config = configured({})
+    with pytest.raises(ModelError, match=r"no chat template, .*: set \[model\] chat_template, or \[task\] format = "):
+        count_prompts(changed(config, model=base_model))
+    assert count_prompts(changed(configured({"format": "text"}), model=base_model)) == (8000, 0)
+    (tmp_path / "chat.jinja").write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")
+    own = pinned(changed(config, model={**base_model, "chat_template": str(tmp_path / "chat.jinja")})).config
+    assert own.model.chat_template == (tmp_path / "chat.jinja").read_text()
+    assert count_prompts(own) == (8000, 0)
+
+
+def test_what_does_not_go_together_is_one_line():
+    with pytest.raises(ConfigError, match=r"\[task\] system: goes with chat messages"):
+        count_prompts(configured({"format": "text", "system": "Be brief."}))
+    with pytest.raises(ConfigError, match=r"\[task\] heldout_split: is for datasets on the hub"):
+        count_prompts(configured({"heldout_split": "test"}))
+    with pytest.raises(ConfigError, match=r"\[task\] revision: is for names on the hub"):
+        pinned(configured({"revision": "v1"}))
+    with pytest.raises(ConfigError, match=r"\[model\] chat_template: .*/none\.jinja cannot be read: No such file"):
+        pinned(changed(configured({}), model={"path": f"{QUICKSTART}/model", "chat_template": "none.jinja"}))
+
+
+def changed(config, **sections):
+    return make_config({**tomllib.loads(dump_config(config)), **sections})
