@@ -28,7 +28,7 @@ from headrace.config.schema import (
     is_reference,
     names_of,
 )
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, one_line
 
 REFERENCES = "or module:attribute, or file.py:attribute"
 
@@ -45,6 +45,7 @@ def check_together(config: Config) -> None:
             if names is not None and value not in names and not is_reference(value):
                 allowed = ", ".join([*names, REFERENCES])
                 raise ConfigError(f"[{name}] {key}: invalid enum value {value!r} (one of: {allowed})")
+    _check_run_name(config.run.name)
     _check_algorithm(config.algorithm, config.rollouts)
     _check_engine(config)
     _check_buffer(config)
@@ -64,6 +65,14 @@ def check_together(config: Config) -> None:
     whole_file = config.evaluate.prompts is None and getattr(config.task, "heldout_path", None) is not None
     if config.evaluate.every and not (config.evaluate.prompts or whole_file):
         raise ConfigError("[evaluate] every: needs prompts > 0")
+
+
+def _check_run_name(name: str) -> None:
+    """Refuse a name that is not one folder of `[run] directory`. Processes and shared memory have the name too."""
+    if not name.strip() or name in (".", "..") or "/" in name or not name.isprintable() or len(name.encode()) > 200:
+        raise ConfigError(
+            f"[run] name: {one_line(name, 80)!r} is not the name of one folder ([run] directory is its path)"
+        )
 
 
 def _check_buffer(config: Config) -> None:
