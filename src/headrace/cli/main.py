@@ -123,36 +123,44 @@ def _report(outcome: RunSession, as_json: bool) -> None:
         raise typer.Exit(130)
 
 
-def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False) -> None:
-    """Validate CONFIG. Print it resolved, with the lag bound, the memory, and which side will be the bottleneck."""
+def check(
+    config: ConfigPath,
+    settings: Settings = None,
+    full: Annotated[bool, typer.Option("--full", help="Print every key with its value too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Try what CONFIG says on one prompt. Print what would run where, the lag bound, the memory, and what is odd."""
     from headrace.buffer.admission import capacity, lag_bound
     from headrace.config import dump_config, load_config
     from headrace.config.memory import estimate
     from headrace.config.model_dir import model_facts
     from headrace.config.remarks import dtypes, remarks
-    from headrace.pipeline.inputs import count_prompts
+    from headrace.pipeline.trial import try_inputs
     from headrace.training.checkpoints.remote_store import check_store
 
     loaded, placed = _placed(load_config(config, settings or []))
     check_store(loaded)
     facts = model_facts(Path(loaded.model.path), loaded.model.weights)
-    train_prompts, heldout_prompts = count_prompts(loaded)
+    tried = try_inputs(loaded, facts)
     buffer, every = loaded.buffer, loaded.delivery.publish_every
     found: dict[str, Any] = {
         "lag_bound": lag_bound(buffer.depth, buffer.groups, every, buffer.max_lag),
         "slots": capacity(buffer.depth, buffer.groups, every, buffer.max_lag),
         "on_stale": buffer.on_stale if buffer.max_lag is not None else None,
-        "train_prompts": train_prompts,
-        "heldout_prompts": heldout_prompts,
+        "train_prompts": tried.train_prompts,
+        "heldout_prompts": tried.heldout_prompts,
+        "prompt": tried.prompt,
+        "prompt_tokens": tried.prompt_tokens,
         "dtypes": dtypes(loaded),
         **estimate(loaded, facts),
         "placement": placed(facts),
-        "remarks": remarks(loaded, facts),
+        "remarks": [*remarks(loaded, facts), *tried.notes],
     }
     if as_json:
         typer.echo(json.dumps({"config": msgspec.to_builtins(loaded), **found}, indent=2))
         return
-    typer.echo(dump_config(loaded))
+    if full:
+        typer.echo(dump_config(loaded))
     for line in _check_lines(found):
         typer.echo(line)
 
@@ -190,6 +198,7 @@ def _check_lines(found: dict[str, Any]) -> list[str]:
     return [
         f"model       {found['architecture']}, {found['parameters'] / 1e6:.1f}M parameters",
         f"prompts     {found['train_prompts']} to train on, {found['heldout_prompts']} held out",
+        *_prompt_lines(found),
         f"lag         at most {found['lag_bound']} versions; {found['slots']} groups under way{slow}",
         "dtypes      engines serve in {engine}, the trainer computes in {trainer}".format(**found["dtypes"]),
         f"memory      {trainer} {size['trainer']}{offloaded}, each engine {size['engine']}, shared {size['shared']}",
@@ -198,6 +207,14 @@ def _check_lines(found: dict[str, Any]) -> list[str]:
         *(f"places      {line}" for line in found["placement"]),
         *(f"note        {remark}" for remark in found["remarks"]),
     ]
+
+
+def _prompt_lines(found: dict[str, Any]) -> list[str]:
+    """Return the first prompt as the policy sees it, on one line. The prompts of agents are not known."""
+    if not found["prompt"]:
+        return []
+    text = json.dumps(found["prompt"], ensure_ascii=False)
+    return [f"prompt      {one_line(text, 300)} ({found['prompt_tokens']} tokens, the first one)"]
 
 
 _INT32 = 2**31 - 1

@@ -39,7 +39,6 @@ from headrace.cluster.mps import Mps, sweep_daemons
 from headrace.cluster.placement import Host, Place, one_more
 from headrace.cluster.supervision import Fleet, SeveralHosts
 from headrace.config import AgentTaskConfig, Config, dump_config, load_config, with_settings
-from headrace.config.file_digests import check_digests
 from headrace.config.memory import longest_sequence
 from headrace.config.model_dir import ModelFacts, model_facts
 from headrace.config.remarks import remarks
@@ -63,6 +62,7 @@ from headrace.pipeline.controller import Controller
 from headrace.pipeline.inputs import ReadyTask, check_inputs
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Outputs
+from headrace.pipeline.trial import check_models
 from headrace.pipeline.waits import Status, Waits
 from headrace.review.summary import write_report, write_summary
 from headrace.run_dir import RunDir, set_aside, write_whole
@@ -506,7 +506,7 @@ def start_run(
         if prompts is not None:
             (run_dir.path / "prompts.jsonl").write_text(prompts)
         task, chat = check_inputs(config, reward)
-        _check_models(config)
+        check_models(config)
         # The lock is held from here on: a resume of a run that is only starting is refused.
         with lock_run(run_dir.journal) as lock, run_dir.report_full_disk():
             session = RunSession(config, run_dir, progress, task, chat, journal=partial(Journal, lock=lock))
@@ -516,13 +516,6 @@ def start_run(
         if not (resumable and run_dir.journal.is_file()):
             shutil.rmtree(run_dir.path)
         raise
-
-
-def _check_models(config: Config) -> None:
-    """Raise `ModelError` if a file that the run loads weights from has changed since Headrace wrote it."""
-    check_digests(Path(config.model.path), "[model] path")
-    if config.algorithm.teacher is not None:
-        check_digests(Path(config.algorithm.teacher), "[algorithm] teacher")
 
 
 def _set_damage_aside(run_dir: RunDir, policy: str) -> Iterator[str]:
@@ -582,7 +575,7 @@ def _begin_again(
     if run_dir.metrics.exists() or any(run_dir.checkpoints.glob("step-*")) or (run_dir.path / "segments").exists():
         raise UserError(f"{run_dir.path}: nothing to resume (it has no journal.db)")
     task, chat = check_inputs(config)
-    _check_models(config)
+    check_models(config)
     progress.note("the run had ended before it began: it begins now")
     with run_dir.report_full_disk(), run_dir.with_trial_config(config):
         return RunSession(config, run_dir, progress, task, chat, journal=make_journal).execute()
@@ -609,7 +602,7 @@ def _resume(
         progress.note("the journal has no digest of the run's tokenizer; that of today is recorded")
     elif known != chat.digest:
         progress.note(f"[model] path: tokenizer.json of {config.model.path} has changed since the run began")
-    _check_models(config)
+    check_models(config)
     old, new = dump_config(before).splitlines(), dump_config(config).splitlines()
     for line in old:
         if line not in new:

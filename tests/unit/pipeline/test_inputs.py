@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.config import make_config
+from headrace.config.model_dir import model_facts
 from headrace.errors import ConfigError
-from headrace.pipeline.inputs import count_prompts
+from headrace.pipeline.trial import Tried, try_inputs
 
 QUICKSTART = "examples/quickstart"
 FILE = {"heldout_path": f"{QUICKSTART}/heldout.jsonl"}
@@ -18,6 +20,10 @@ def configured(task: dict[str, Any], **evaluate: int) -> Any:
     files = {"kind": "dataset", "path": f"{QUICKSTART}/train.jsonl", "reward": f"{QUICKSTART}/reward.py:reward"}
     model = {"path": f"{QUICKSTART}/model", "weights": "random"}
     return make_config({"run": {"name": "run"}, "model": model, "task": files | task, "evaluate": evaluate})
+
+
+def tried(config: Any) -> Tried:
+    return try_inputs(config, model_facts(Path(config.model.path), config.model.weights))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +37,8 @@ def configured(task: dict[str, Any], **evaluate: int) -> Any:
     ],
 )
 def test_as_many_prompts_are_held_out_as_the_configuration_says(task, evaluate, expected):
-    assert count_prompts(configured(task, **evaluate)) == expected
+    found = tried(configured(task, **evaluate))
+    assert (found.train_prompts, found.heldout_prompts) == expected
 
 
 def test_evaluations_during_a_run_need_prompts():
@@ -43,4 +50,4 @@ def test_evaluations_during_a_run_need_prompts():
 
 def test_a_wrong_reward_function_is_named_by_its_key():
     with pytest.raises(ConfigError, match=r"^\[task\] reward: .* has no 'nothing'"):
-        count_prompts(configured({"reward": f"{QUICKSTART}/reward.py:nothing"}))
+        tried(configured({"reward": f"{QUICKSTART}/reward.py:nothing"}))
