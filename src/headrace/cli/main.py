@@ -49,17 +49,21 @@ def train(
     settings: Settings = None,
     as_json: AsJson = False,
     or_resume: Annotated[bool, typer.Option("--resume", help="If the run exists, go on with it.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="If the run exists, remove it first.")] = False,
 ) -> None:
     """Train a model as CONFIG says."""
     from headrace.config import load_config
+    from headrace.run_dir import RunDir, with_name
 
-    loaded = load_config(config, settings or [])
-    run_dir = Path(loaded.run.directory) / loaded.run.name
+    if or_resume and overwrite:
+        raise UserError("headrace train: --resume goes on with a run and --overwrite removes it; give one of the two")
+    loaded = with_name(load_config(config, settings or []), existing=or_resume or overwrite)
+    run_dir = RunDir.of(loaded).path
     if or_resume and run_dir.exists():
         # What CONFIG says is in the run directory already. The settings may be new: a job gets other hosts.
         resume(str(run_dir), settings, as_json)
     else:
-        _start(loaded, as_json)
+        _start(loaded, as_json, overwrite=overwrite)
 
 
 def resume(run_dir: RunPath, settings: Settings = None, as_json: AsJson = False) -> None:
@@ -102,14 +106,25 @@ def gateway(config: ConfigPath, settings: Settings = None, as_json: AsJson = Fal
     _start(msgspec.structs.replace(loaded, task=task), as_json)
 
 
-def _start(config: Config, as_json: bool) -> None:
+def _start(config: Config, as_json: bool, *, overwrite: bool = False) -> None:
     from rich.console import Console
 
     from headrace.observe.progress import make_progress
     from headrace.pipeline.launch import start_run
+    from headrace.run_dir import RunDir, with_name
 
+    config = with_name(config)
     progress = make_progress(config.observe.display, Console(stderr=as_json), title=config.run.name)
-    _report(start_run(config, progress), as_json)
+    try:
+        outcome = start_run(config, progress, overwrite=overwrite)
+    except KeyboardInterrupt:
+        left = RunDir.of(config).path
+        after = (
+            f"; go on with: headrace resume {left}" if left.is_dir() else " before the run began; nothing is left of it"
+        )
+        typer.echo(f"headrace: interrupted{after}", err=True)
+        raise typer.Exit(130) from None
+    _report(outcome, as_json)
 
 
 def _report(outcome: RunSession, as_json: bool) -> None:

@@ -33,6 +33,10 @@ from headrace.errors import ConfigError, one_line
 REFERENCES = "or module:attribute, or file.py:attribute"
 
 
+LONGEST_NAME = 200
+"""The most bytes of a run's name. The names of its files and segments are longer."""
+
+
 def check_together(config: Config) -> None:
     """Raise `ConfigError` if the value of a key that takes names is none of them, or values contradict each other.
 
@@ -69,7 +73,8 @@ def check_together(config: Config) -> None:
 
 def _check_run_name(name: str) -> None:
     """Refuse a name that is not one folder of `[run] directory`. Processes and shared memory have the name too."""
-    if not name.strip() or name in (".", "..") or "/" in name or not name.isprintable() or len(name.encode()) > 200:
+    blank = bool(name) and not name.strip()
+    if blank or name in (".", "..") or "/" in name or not name.isprintable() or len(name.encode()) > LONGEST_NAME:
         raise ConfigError(
             f"[run] name: {one_line(name, 80)!r} is not the name of one folder ([run] directory is its path)"
         )

@@ -47,8 +47,9 @@ class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class RunConfig(Section, frozen=True):
     """[run]: settings of the whole run."""
 
-    name: str = "run"
-    """The name of the run and of its directory."""
+    name: str = ""
+    """The name of the run and of its directory. A run without a name becomes `run`, or `run-2`, `run-3`, ... if
+    there are such runs already. A name that is given is never changed: if the run exists, it is refused."""
     directory: str = "runs"
     """The run's files go to `directory/name`."""
     seed: NonNegative = 0

@@ -37,7 +37,7 @@ from headrace.cluster.inventory import chosen_hosts, place_run
 from headrace.cluster.launchers.local import hosts_of, make_launcher
 from headrace.cluster.mps import Mps, sweep_daemons
 from headrace.cluster.placement import Host, Place, one_more
-from headrace.cluster.supervision import Fleet, SeveralHosts
+from headrace.cluster.supervision import STOP_SECONDS, Fleet, SeveralHosts
 from headrace.config import AgentTaskConfig, Config, dump_config, load_config, with_settings
 from headrace.config.memory import longest_sequence
 from headrace.config.model_dir import ModelFacts, model_facts
@@ -65,7 +65,7 @@ from headrace.pipeline.recording import Outputs
 from headrace.pipeline.trial import check_models
 from headrace.pipeline.waits import Status, Waits
 from headrace.review.summary import write_report, write_summary
-from headrace.run_dir import RunDir, set_aside, write_whole
+from headrace.run_dir import RunDir, set_aside, with_name, write_whole
 from headrace.scoring.base import Scorer
 from headrace.tasks.chat import ChatFormat
 from headrace.training.base import Checkpoint
@@ -256,6 +256,11 @@ class RunSession:
         """Whether a version was served. From then on the run can be resumed."""
         return self._controller is not None and self._controller.versions.proved != NO_VERSION
 
+    @property
+    def started(self) -> bool:
+        """Whether all processes were ready, so that the run has something to go on from."""
+        return self._controller is not None
+
     def execute(self) -> RunSession:
         """Run to the end. Raises the `HeadraceError` that ended the run otherwise."""
         try:
@@ -282,8 +287,8 @@ class RunSession:
             if workers is not None:
                 if self._gateway is not None:
                     self._gateway.close()
-                await workers.fleet.stop()
-                await self._task.close()
+                # Before the run has begun, no process has anything to finish: Ctrl-C then ends them at once.
+                await asyncio.gather(workers.fleet.stop(STOP_SECONDS if self.started else 0.0), self._task.close())
                 await asyncio.to_thread(workers.mps.stop)
             clean(self.config.delivery, self.run_dir.path)
             self.run_dir.status.unlink(missing_ok=True)
@@ -491,31 +496,46 @@ def first_cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def start_run(
-    config: Config, progress: Progress, reward: Scorer | None = None, *, prompts: str | None = None
+    config: Config,
+    progress: Progress,
+    reward: Scorer | None = None,
+    *,
+    prompts: str | None = None,
+    overwrite: bool = False,
 ) -> RunSession:
     """Start a new run. A user's mistake that shows before the first version is served leaves no run directory behind.
 
-    `reward` replaces the configured reward function. `prompts` holds JSON lines to write into the run directory, as
-    `prompts.jsonl`.
+    Nor does Ctrl-C while the processes of the run start. `reward` replaces the configured reward function. `prompts`
+    holds JSON lines to write into the run directory, as `prompts.jsonl`. With `overwrite`, a run of the same name is
+    removed once the input of the new one is found to be right.
     """
-    config, _ = place_run(config, hosts_of(config))
+    config, _ = place_run(with_name(config), hosts_of(config))
     check_store(config, new=True)
-    run_dir = RunDir.create(config)
-    session = None
-    try:
-        if prompts is not None:
-            (run_dir.path / "prompts.jsonl").write_text(prompts)
-        task, chat = check_inputs(config, reward)
-        check_models(config)
-        # The lock is held from here on: a resume of a run that is only starting is refused.
-        with lock_run(run_dir.journal) as lock, run_dir.report_full_disk():
-            session = RunSession(config, run_dir, progress, task, chat, journal=partial(Journal, lock=lock))
-            return session.execute()
-    except UserError as error:
-        resumable = isinstance(error, DiskError) or (session is not None and session.began)
-        if not (resumable and run_dir.journal.is_file()):
-            shutil.rmtree(run_dir.path)
-        raise
+    with contextlib.ExitStack() as replacing:
+        run_dir = RunDir.of(config)
+        remove_old: Callable[[], None] = lambda: None  # noqa: E731
+        if overwrite and run_dir.path.exists():
+            with lock_run(run_dir.journal):
+                remove_old = replacing.enter_context(run_dir.set_aside())
+        run_dir = RunDir.create(config)
+        session = None
+        try:
+            if prompts is not None:
+                (run_dir.path / "prompts.jsonl").write_text(prompts)
+            task, chat = check_inputs(config, reward)
+            check_models(config)
+            remove_old()
+            # The lock is held from here on: a resume of a run that is only starting is refused.
+            with lock_run(run_dir.journal) as lock, run_dir.report_full_disk():
+                session = RunSession(config, run_dir, progress, task, chat, journal=partial(Journal, lock=lock))
+                return session.execute()
+        except (UserError, KeyboardInterrupt) as error:
+            resumable = isinstance(error, DiskError) or (session is not None and session.began)
+            if isinstance(error, KeyboardInterrupt):
+                resumable = session is not None and session.started
+            if not (resumable and run_dir.journal.is_file()):
+                shutil.rmtree(run_dir.path, ignore_errors=True)
+            raise
 
 
 def _set_damage_aside(run_dir: RunDir, policy: str) -> Iterator[str]:
