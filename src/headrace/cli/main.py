@@ -23,7 +23,7 @@ import typer
 
 from headrace.bench.options import Bench, DeliveryBench, EngineBench, JournalBench, LoopBench, TrainBench, lines
 from headrace.cli import AsJson, ConfigPath, RunPath, Settings, doctor, launch, review
-from headrace.errors import ConfigError, DataError, HeadraceError, PeerDied, UserError, one_line
+from headrace.errors import ConfigError, DataError, HeadraceError, PeerDied, RunFinished, UserError, one_line
 
 if TYPE_CHECKING:
     from headrace.config import Config
@@ -61,7 +61,10 @@ def train(
     run_dir = RunDir.of(loaded).path
     if or_resume and run_dir.exists():
         # What CONFIG says is in the run directory already. The settings may be new: a job gets other hosts.
-        resume(str(run_dir), settings, as_json)
+        try:
+            resume(str(run_dir), settings, as_json)
+        except RunFinished as finished:  # A job that is started again has nothing left to do, which is no mistake.
+            typer.echo(str(finished), err=as_json)
     else:
         _start(loaded, as_json, overwrite=overwrite)
 

@@ -48,14 +48,14 @@ from headrace.delivery.transports.tcp_wire import KEYS
 from headrace.engines.pool import EnginePool
 from headrace.engines.serving import RemoteEngine
 from headrace.engines.vllm.building import check_hosts
-from headrace.errors import DiskError, HeadraceError, UserError
+from headrace.errors import DiskError, HeadraceError, RunFinished, UserError
 from headrace.gateway.agents import AgentTask
 from headrace.gateway.episode import AgentEpisode
 from headrace.gateway.relay import KEY_VARIABLE, Relay, checked_key
 from headrace.gateway.session import new_key
 from headrace.observe.metrics import MetricsLog, Trackers, reported_step
 from headrace.observe.progress import Progress
-from headrace.observe.records import ENGINES
+from headrace.observe.records import ENGINES, STRETCHES
 from headrace.observe.spans import RunClock, Timeline, timeline_damage
 from headrace.pipeline.commands import command_socket
 from headrace.pipeline.controller import Controller
@@ -228,11 +228,13 @@ class RunSession:
         journal: Callable[..., Journal] = Journal,
         tokenizer_known: bool = False,
         ranks: Sequence[int] | None = None,
+        stretches: Sequence[Sequence[float]] = (),
     ) -> None:
         """`journal` differs from the default only where the journal itself is measured.
 
         `tokenizer_known` says that the journal has the digest of the tokenizer that the run began with. `ranks` are
-        those of the engines to begin with, if the run was scaled before.
+        those of the engines to begin with, if the run was scaled before. `stretches` are the times in which previous
+        processes trained.
         """
         self.config = config
         self.run_dir = run_dir
@@ -242,6 +244,7 @@ class RunSession:
         self._journal = journal
         self._tokenizer_known = tokenizer_known
         self._ranks = ranks
+        self._stretches = stretches
         self._hosts = hosts_of(config)
         self._controller: Controller | None = None
         self._gateway: Relay | None = None
@@ -389,6 +392,7 @@ class RunSession:
             journal.meta("tokenizer", self._chat.digest)
         journal.meta("started", clock.wall)
         journal.meta("outcome", "running")
+        journal.meta(STRETCHES, self._stretches)
         journal.meta("lag_bound", parts.window.lag_bound)
         journal.meta("no_mps", workers.mps.missing or None)
         journal.meta("engine_facts", {name: workers.fleet.facts(name) for name in workers.engines})
@@ -611,11 +615,13 @@ def _resume(
     as_scaled: bool,
 ) -> RunSession:
     """Resume a run that has a journal; if `as_scaled`, with the engines that it was scaled to."""
+    _refuse_finished(run_dir, config)
     for line in _set_damage_aside(run_dir, config.policy_name):
         progress.note(line)
     task, chat = check_inputs(config)
     with open_readonly(run_dir.journal) as journal:
-        meta = journal.meta()
+        meta, last = journal.meta(), journal.training_window()
+    stretches = [*meta.get(STRETCHES, []), *([last] if last else [])]
     known = meta.get("tokenizer")
     ranks = _scaled_to(meta.get(ENGINES), config) if as_scaled else None
     if known is None:
@@ -632,5 +638,25 @@ def _resume(
             progress.note(f"config now: {line}")
     with run_dir.report_full_disk(), run_dir.with_trial_config(config):
         return RunSession(
-            config, run_dir, progress, task, chat, journal=make_journal, tokenizer_known=known is not None, ranks=ranks
+            config,
+            run_dir,
+            progress,
+            task,
+            chat,
+            journal=make_journal,
+            tokenizer_known=known is not None,
+            ranks=ranks,
+            stretches=stretches,
         ).execute()
+
+
+def _refuse_finished(run_dir: RunDir, config: Config) -> None:
+    """Raise `RunFinished` if the run has ended in order with all its versions."""
+    with open_readonly(run_dir.journal) as journal:
+        steps, outcome = journal.last_step(config.policy_name), journal.meta().get("outcome")
+    versions = steps // config.delivery.publish_every
+    if outcome == "finished" and versions >= config.run.versions:
+        raise RunFinished(
+            f"{run_dir.path} is finished, with {versions} versions; train more of them with "
+            f"`headrace resume {run_dir.path} --set run.versions={2 * versions}`"
+        )

@@ -64,6 +64,7 @@ class Recorder:
         window: Window,
         *,
         versions_total: int,
+        versions_done: int = 0,
         before: Recovered,
         record: bool = False,
     ) -> None:
@@ -86,7 +87,10 @@ class Recorder:
         self._lags: Counter[int] = Counter()
         self._unreported: deque[tuple[Future[None], Callable[[], None]]] = deque()
         """The steps whose records may not be on the disk yet, oldest first, with what reports them."""
-        self.shown = RunSnapshot(versions_total=versions_total, lag_bound=window.lag_bound, capacity=window.capacity)
+        self._resumed = before.resume_step > 0
+        self.shown = RunSnapshot(
+            version=versions_done, versions_total=versions_total, lag_bound=window.lag_bound, capacity=window.capacity
+        )
         """The state of the run that `show` hands to the display."""
         self.ledgers = Ledgers(before.groups, before.rollouts)
 
@@ -294,8 +298,9 @@ class Recorder:
             "evaluation", version=version, moment=moment, pass_1=pass_1, pass_k=pass_k, versions=versions
         )
         self.shown.heldout = pass_1
+        when = "again, as the run goes on" if moment == "before" and self._resumed else f"{moment} training"
         self.note(
-            f"held-out {moment} training, version {version}: {pass_1:.3f} right of {evaluation.prompts} prompts"
+            f"held-out {when}, version {version}: {pass_1:.3f} right of {evaluation.prompts} prompts"
             + (f", {pass_k:.3f} within {samples} tries" if samples > 1 else "")
             + (f", {failed} failed" if failed else "")
         )
