@@ -300,8 +300,9 @@ class RunSession:
                     recorder = self._controller.recorder
                     recorder.abandon("interrupted" if self.outcome == "interrupted" else "run failed")
                     recorder.close(self.outcome)
-                    self.summary = write_summary(self.run_dir.path)
-                    write_report(self.run_dir.path)
+                    if self.run_dir.journal.is_file():
+                        self.summary = write_summary(self.run_dir.path)
+                        write_report(self.run_dir.path)
             finally:
                 self.progress.stop()
 
@@ -453,6 +454,8 @@ class RunSession:
                 self.progress.note(f"{gateway.name} has not answered for {limit / 2:g} s: it is ended")
                 gateway.lost("it did not answer")
                 fleet.kill(gateway.name)
+            if not self.run_dir.journal.is_file():
+                raise UserError(f"{self.run_dir.path}, the directory of the run, is gone: the run ends")
             self._write_status(controller.status(fleet.phases))
             controller.waits.check(limit)
 
