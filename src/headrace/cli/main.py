@@ -23,7 +23,16 @@ import typer
 
 from headrace.bench.options import Bench, DeliveryBench, EngineBench, JournalBench, LoopBench, TrainBench, lines
 from headrace.cli import AsJson, ConfigPath, RunPath, Settings, doctor, launch, review
-from headrace.errors import ConfigError, DataError, HeadraceError, PeerDied, RunFinished, UserError, one_line
+from headrace.errors import (
+    ConfigError,
+    DataError,
+    HeadraceError,
+    ModelError,
+    PeerDied,
+    RunFinished,
+    UserError,
+    one_line,
+)
 
 if TYPE_CHECKING:
     from headrace.config import Config
@@ -244,6 +253,9 @@ class InputLine(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     token_ids: list[Annotated[int, msgspec.Meta(ge=0, le=_INT32)]] | None = None
     text: str | None = None
+    """Text that is continued as it is."""
+    prompt: str | list[dict[str, str]] | None = None
+    """The same as in datasets: a question, or messages, which the chat template renders."""
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=_INT32)] = 256
     temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
@@ -252,9 +264,15 @@ class InputLine(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     n: Annotated[int, msgspec.Meta(ge=1, le=_INT32)] = 1
 
 
+class DatasetLine(InputLine, forbid_unknown_fields=False, kw_only=True):
+    """A line of a dataset. Its further fields, such as the answer, are for a reward function."""
+
+
 def generate(
     model_dir: Annotated[str, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face directory.")],
-    input_: Annotated[str, typer.Option("--input", help="JSON lines: token_ids or text, max_tokens, temperature, ...")],
+    input_: Annotated[
+        str, typer.Option("--input", help="JSON lines: prompt, text or token_ids, max_tokens, temperature, ...")
+    ],
     output: Annotated[str, typer.Option("--output", help="JSON lines: token_ids, logprobs, versions, finish_reason.")],
     slots: Annotated[int, typer.Option(help="Sequences that decode together.", min=1)] = 64,
     threads: Annotated[int, typer.Option(help="Compute threads; 0 takes torch's default.", min=0)] = 0,
@@ -294,16 +312,18 @@ def _requests(path: Path, chat: ChatFormat | None, vocabulary: int) -> Iterator[
     for number, text in enumerate(lines, start=1):
         where = f"{path}, line {number}"
         try:
-            line = msgspec.json.decode(text, type=InputLine)
+            fields = msgspec.json.decode(text)
+            of_dataset = isinstance(fields, dict) and "prompt" in fields
+            line = msgspec.json.decode(text, type=DatasetLine if of_dataset else InputLine)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DataError(f"{where}: {error}") from error
-        if (line.token_ids is None) == (line.text is None):
-            raise DataError(f'{where}: give either "token_ids" or "text"')
-        if line.text is not None and chat is None:
+        if sum(given is not None for given in (line.token_ids, line.text, line.prompt)) != 1:
+            raise DataError(f'{where}: give one of "prompt", "text" and "token_ids"')
+        if line.token_ids is None and chat is None:
             raise DataError(f'{where}: the model has no tokenizer.json, so "token_ids" is needed')
         if line.token_ids and max(line.token_ids) >= vocabulary:
             raise DataError(f"{where}: token id {max(line.token_ids)} is not in the model's vocabulary of {vocabulary}")
-        tokens = np.array(line.token_ids if line.token_ids is not None else chat and chat.encode(line.text or ""))
+        tokens = np.array(line.token_ids if line.token_ids is not None else _opened(line, chat, where))
         for sample in range(line.n):
             yield Request(
                 id=f"{number}/{sample}",
@@ -318,6 +338,18 @@ def _requests(path: Path, chat: ChatFormat | None, vocabulary: int) -> Iterator[
                 ),
                 group=str(number),
             )
+
+
+def _opened(line: InputLine, chat: ChatFormat | None, where: str) -> Any:
+    """Return the tokens of a line that is given as text or as a prompt."""
+    assert chat is not None
+    if line.prompt is None:
+        return chat.encode(line.text or "")
+    messages = [{"role": "user", "content": line.prompt}] if isinstance(line.prompt, str) else line.prompt
+    try:
+        return chat.open(messages)
+    except ModelError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
 def _answers(model_dir: str, weights: str, requests: list[Request], slots: int, threads: int) -> list[list[Delta]]:

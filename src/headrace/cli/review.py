@@ -49,7 +49,7 @@ def rollouts(
     where: Annotated[str, typer.Option(help='An SQL condition on the table rollouts: "reward >= 1".')] = "TRUE",
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many; 20 are shown, all are exported.")] = None,
     export: Annotated[str | None, typer.Option(metavar="FILE", help="Write to FILE.jsonl or FILE.parquet.")] = None,
-    text: Annotated[bool, typer.Option("--text", help="Decode the completions.")] = False,
+    text: Annotated[bool, typer.Option("--text", help="Decode the prompts and the completions.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Browse the recorded rollouts of RUN_DIR, or export them with their tokens."""
