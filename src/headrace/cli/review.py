@@ -95,6 +95,9 @@ def audit(
 
     logging.disable_progress_bar()
     found = check(Path(run_dir), PlainModel, samples=samples, seed=seed, tolerance=tolerance)
+    if not found.compared and not found.problems and not as_json:
+        # A table without a single comparison says nothing.
+        raise UserError(f"{run_dir}: nothing could be checked ({found.recorded:,} rollouts recorded); {HINT}")
     # msgspec writes an error that is not finite as null, because JSON has no infinity.
     encoded = msgspec.json.format(msgspec.json.encode(found.as_dict()), indent=2).decode()
     typer.echo(encoded if as_json else describe_audit(found))
