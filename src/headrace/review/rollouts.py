@@ -81,17 +81,19 @@ def table(entries: Iterable[Row]) -> list[str]:
     """Return aligned lines under a heading."""
     entries = list(entries)
     with_text = bool(entries) and "text" in entries[0]
-    texts = ["prompt", "text"] if with_text else []
-    lines = [["id", "step", "state", "ending", "reward", "numbers", "tokens", "versions", *texts]]
+    with_numbers = any(_numbers(entry) for entry in entries)
+    numbers, texts = ["numbers"] if with_numbers else [], ["prompt", "text"] if with_text else []
+    lines = [["id", "step", "state", "ending", "reward", *numbers, "tokens", "versions", *texts]]
     for entry in entries:
         reason = f" ({entry['reason']})" if entry["reason"] else ""
         reward = None if entry["reward"] is None else f"{entry['reward']:.4g}"
         oldest, newest = entry["oldest_version"], entry["newest_version"]
-        cells = [entry["id"], entry["step"], entry["state"] + reason, entry["ending"], reward, _numbers(entry)]
-        cells.append(entry["sampled_tokens"])
+        cells = [entry["id"], entry["step"], entry["state"] + reason, entry["ending"], reward]
+        cells += [*([_numbers(entry)] if with_numbers else []), entry["sampled_tokens"]]
         cells.append(oldest if oldest == newest else f"{oldest}-{newest}")
         lines.append(
-            [_cell(cell) for cell in cells] + ([_text(entry["prompt_text"]), _text(entry["text"])] if with_text else [])
+            [_cell(cell) for cell in cells]
+            + ([_text(entry.get("prompt_text")), _text(entry["text"])] if with_text else [])
         )
     return aligned(lines)
 
@@ -105,7 +107,7 @@ def _cell(value: Any) -> str:
 
 def _numbers(entry: Row) -> str | None:
     """Return the numbers that a reward function or an environment gave beside the reward."""
-    found = {name: value for name, value in (entry["metrics"] or {}).items() if name != "turns"}
+    found = {name: value for name, value in (entry.get("metrics") or {}).items() if name != "turns"}
     return " ".join(f"{name}={value:.4g}" for name, value in found.items()) or None
 
 
