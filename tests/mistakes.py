@@ -83,7 +83,7 @@ class Mistake(NamedTuple):
     config: Path = QUICKSTART / "quickstart.toml"
 
 
-def with_task(path: Path, **task: str) -> Path:
+def with_task(path: Path, /, **task: str) -> Path:
     """Write a configuration of the quickstart's model with another task, and return its path."""
     lines = [f'{key} = "{value}"' for key, value in task.items()]
     path.write_text("\n".join([f'[model]\npath = "{MODEL}"\nweights = "random"\n[task]', *lines, ""]))
