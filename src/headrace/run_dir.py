@@ -83,6 +83,9 @@ class RunDir:
         except OSError as error:
             shutil.rmtree(run_dir.path, ignore_errors=True)
             raise UserError(f"[run] directory: {run_dir.path} cannot be made: {error.strerror}") from error
+        except KeyboardInterrupt:
+            shutil.rmtree(run_dir.path, ignore_errors=True)
+            raise
         return run_dir
 
     @contextmanager
