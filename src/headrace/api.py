@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace.config import Config, make_config
 from headrace.errors import UserError
+from headrace.run_dir import with_name
 from headrace.types import Rollout
 
 PromptLike = str | Sequence[Mapping[str, str]] | Mapping[str, Any]
@@ -112,8 +113,10 @@ def _config(
         raw.setdefault(section, {})[name] = value
     if isinstance(prompts, str | Path):
         raw["task"]["path"] = str(prompts)
-        return make_config(raw), None
-    run = make_config(raw).run
+        return with_name(make_config(raw)), None
+    named = with_name(make_config(raw))
+    raw.setdefault("run", {})["name"] = named.run.name
+    run = named.run
     raw["task"]["path"] = str(Path(run.directory) / run.name / "prompts.jsonl")
     lines = [prompt if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts]
     return make_config(raw), "".join(json.dumps(dict(line)) + "\n" for line in lines)

@@ -20,6 +20,7 @@ from headrace.config import (
 )
 from headrace.config.declared import correction_facts, losses_that_read
 from headrace.config.load import POLICY_SECTIONS
+from headrace.config.other_names import NAMES
 from headrace.config.schema import AlgorithmConfig
 from headrace.errors import ConfigError
 
@@ -87,6 +88,14 @@ POLICY_KEYS = {"model", "engine", "buffer", "algorithm", "training", "lora", "wa
 NOT_SECTIONS = {"task", "task_name", "policy_name", "scorers"}
 
 
+def test_names_of_other_libraries_lead_to_keys_that_exist() -> None:
+    known = {**KEYS, "task": DATASET_KEYS, "scorers": SCORER_KEYS}
+    for name, meant in NAMES.items():
+        for section, keys in re.findall(r"\[(\w+)(?:\.NAME)?\] (\w+(?: and \w+)*)", meant):
+            assert all(key in known[section] for key in keys.split(" and ")), name
+        assert name not in set().union(*known.values()), f"{name} is a key here too"
+
+
 def test_keys_are_pinned() -> None:
     config = make_config({**MINIMAL, "lora": {}})
     pinned = {
@@ -105,6 +114,12 @@ def test_keys_are_pinned() -> None:
     [
         ("buffer.depht=2", "[buffer] unknown key 'depht' (did you mean 'depth'?)"),
         ("bufer.depth=2", "unknown section 'bufer' (did you mean 'buffer'?)"),
+        ("training.lr=1e-5", "[training] unknown key 'lr' (here it is [training] learning_rate)"),
+        ("training.num_generations=8", "[training] unknown key 'num_generations' (here it is [rollouts] group_size)"),
+        ("algorithm.beta=0.1", "[algorithm] unknown key 'beta' (here it is [algorithm] kl and kl_weight)"),
+        ("run.max_steps=8", "[run] unknown key 'max_steps' (here it is [run] versions)"),
+        ("run.name=a/b", "[run] name: 'a/b' is not the name of one folder ([run] directory is its path)"),
+        ("run.name=..", "[run] name: '..' is not the name of one folder ([run] directory is its path)"),
         ("buffer.depth=-1", "[buffer] depth: expected `int` >= 0 (one of: a number, unbounded)"),
         ("buffer.depth=many", "[buffer] depth: invalid enum value 'many' (one of: a number, unbounded)"),
         ("buffer.oversample=0.5", "[buffer] oversample: expected `float` >= 1.0"),

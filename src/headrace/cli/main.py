@@ -23,7 +23,16 @@ import typer
 
 from headrace.bench.options import Bench, DeliveryBench, EngineBench, JournalBench, LoopBench, TrainBench, lines
 from headrace.cli import AsJson, ConfigPath, RunPath, Settings, doctor, launch, review
-from headrace.errors import ConfigError, DataError, HeadraceError, PeerDied, UserError, one_line
+from headrace.errors import (
+    ConfigError,
+    DataError,
+    HeadraceError,
+    ModelError,
+    PeerDied,
+    RunFinished,
+    UserError,
+    one_line,
+)
 
 if TYPE_CHECKING:
     from headrace.config import Config
@@ -49,17 +58,24 @@ def train(
     settings: Settings = None,
     as_json: AsJson = False,
     or_resume: Annotated[bool, typer.Option("--resume", help="If the run exists, go on with it.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="If the run exists, remove it first.")] = False,
 ) -> None:
     """Train a model as CONFIG says."""
     from headrace.config import load_config
+    from headrace.run_dir import RunDir, with_name
 
-    loaded = load_config(config, settings or [])
-    run_dir = Path(loaded.run.directory) / loaded.run.name
+    if or_resume and overwrite:
+        raise UserError("headrace train: --resume goes on with a run and --overwrite removes it; give one of the two")
+    loaded = with_name(load_config(config, settings or []), existing=or_resume or overwrite)
+    run_dir = RunDir.of(loaded).path
     if or_resume and run_dir.exists():
         # What CONFIG says is in the run directory already. The settings may be new: a job gets other hosts.
-        resume(str(run_dir), settings, as_json)
+        try:
+            resume(str(run_dir), settings, as_json)
+        except RunFinished as finished:  # A job that is started again has nothing left to do, which is no mistake.
+            typer.echo(str(finished), err=as_json)
     else:
-        _start(loaded, as_json)
+        _start(loaded, as_json, overwrite=overwrite)
 
 
 def resume(run_dir: RunPath, settings: Settings = None, as_json: AsJson = False) -> None:
@@ -102,14 +118,25 @@ def gateway(config: ConfigPath, settings: Settings = None, as_json: AsJson = Fal
     _start(msgspec.structs.replace(loaded, task=task), as_json)
 
 
-def _start(config: Config, as_json: bool) -> None:
+def _start(config: Config, as_json: bool, *, overwrite: bool = False) -> None:
     from rich.console import Console
 
     from headrace.observe.progress import make_progress
     from headrace.pipeline.launch import start_run
+    from headrace.run_dir import RunDir, with_name
 
+    config = with_name(config)
     progress = make_progress(config.observe.display, Console(stderr=as_json), title=config.run.name)
-    _report(start_run(config, progress), as_json)
+    try:
+        outcome = start_run(config, progress, overwrite=overwrite)
+    except KeyboardInterrupt:
+        left = RunDir.of(config).path
+        after = (
+            f"; go on with: headrace resume {left}" if left.is_dir() else " before the run began; nothing is left of it"
+        )
+        typer.echo(f"headrace: interrupted{after}", err=True)
+        raise typer.Exit(130) from None
+    _report(outcome, as_json)
 
 
 def _report(outcome: RunSession, as_json: bool) -> None:
@@ -123,37 +150,45 @@ def _report(outcome: RunSession, as_json: bool) -> None:
         raise typer.Exit(130)
 
 
-def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False) -> None:
-    """Validate CONFIG. Print it resolved, with the lag bound, the memory, and which side will be the bottleneck."""
+def check(
+    config: ConfigPath,
+    settings: Settings = None,
+    full: Annotated[bool, typer.Option("--full", help="Print every key with its value too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Try what CONFIG says on one prompt. Print what would run where, the lag bound, the memory, and what is odd."""
     from headrace.buffer.admission import capacity, lag_bound
     from headrace.config import dump_config, load_config
     from headrace.config.hub import model_dir, pinned
     from headrace.config.memory import estimate
     from headrace.config.model_dir import model_facts
     from headrace.config.remarks import dtypes, remarks
-    from headrace.pipeline.inputs import count_prompts
+    from headrace.pipeline.trial import try_inputs
     from headrace.training.checkpoints.remote_store import check_store
 
     loaded, placed = _placed(pinned(load_config(config, settings or [])).config)
     check_store(loaded)
     facts = model_facts(model_dir(loaded.model), loaded.model.weights)
-    train_prompts, heldout_prompts = count_prompts(loaded)
+    tried = try_inputs(loaded, facts)
     buffer, every = loaded.buffer, loaded.delivery.publish_every
     found: dict[str, Any] = {
         "lag_bound": lag_bound(buffer.depth, buffer.groups, every, buffer.max_lag),
         "slots": capacity(buffer.depth, buffer.groups, every, buffer.max_lag),
         "on_stale": buffer.on_stale if buffer.max_lag is not None else None,
-        "train_prompts": train_prompts,
-        "heldout_prompts": heldout_prompts,
+        "train_prompts": tried.train_prompts,
+        "heldout_prompts": tried.heldout_prompts,
+        "prompt": tried.prompt,
+        "prompt_tokens": tried.prompt_tokens,
         "dtypes": dtypes(loaded),
         **estimate(loaded, facts),
         "placement": placed(facts),
-        "remarks": remarks(loaded, facts),
+        "remarks": [*remarks(loaded, facts), *tried.notes],
     }
     if as_json:
         typer.echo(json.dumps({"config": msgspec.to_builtins(loaded), **found}, indent=2))
         return
-    typer.echo(dump_config(loaded))
+    if full:
+        typer.echo(dump_config(loaded))
     for line in _check_lines(found):
         typer.echo(line)
 
@@ -191,6 +226,7 @@ def _check_lines(found: dict[str, Any]) -> list[str]:
     return [
         f"model       {found['architecture']}, {found['parameters'] / 1e6:.1f}M parameters",
         f"prompts     {found['train_prompts']} to train on, {found['heldout_prompts']} held out",
+        *_prompt_lines(found),
         f"lag         at most {found['lag_bound']} versions; {found['slots']} groups under way{slow}",
         "dtypes      engines serve in {engine}, the trainer computes in {trainer}".format(**found["dtypes"]),
         f"memory      {trainer} {size['trainer']}{offloaded}, each engine {size['engine']}, shared {size['shared']}",
@@ -199,6 +235,14 @@ def _check_lines(found: dict[str, Any]) -> list[str]:
         *(f"places      {line}" for line in found["placement"]),
         *(f"note        {remark}" for remark in found["remarks"]),
     ]
+
+
+def _prompt_lines(found: dict[str, Any]) -> list[str]:
+    """Return the first prompt as the policy sees it, on one line. The prompts of agents are not known."""
+    if not found["prompt"]:
+        return []
+    text = json.dumps(found["prompt"], ensure_ascii=False)
+    return [f"prompt      {one_line(text, 300)} ({found['prompt_tokens']} tokens, the first one)"]
 
 
 _INT32 = 2**31 - 1
@@ -210,6 +254,9 @@ class InputLine(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     token_ids: list[Annotated[int, msgspec.Meta(ge=0, le=_INT32)]] | None = None
     text: str | None = None
+    """Text that is continued as it is."""
+    prompt: str | list[dict[str, str]] | None = None
+    """The same as in datasets: a question, or messages, which the chat template renders."""
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=_INT32)] = 256
     temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
@@ -218,9 +265,15 @@ class InputLine(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     n: Annotated[int, msgspec.Meta(ge=1, le=_INT32)] = 1
 
 
+class DatasetLine(InputLine, forbid_unknown_fields=False, kw_only=True):
+    """A line of a dataset. Its further fields, such as the answer, are for a reward function."""
+
+
 def generate(
     model: Annotated[str, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face directory, or owner/name.")],
-    input_: Annotated[str, typer.Option("--input", help="JSON lines: token_ids or text, max_tokens, temperature, ...")],
+    input_: Annotated[
+        str, typer.Option("--input", help="JSON lines: prompt, text or token_ids, max_tokens, temperature, ...")
+    ],
     output: Annotated[str, typer.Option("--output", help="JSON lines: token_ids, logprobs, versions, finish_reason.")],
     slots: Annotated[int, typer.Option(help="Sequences that decode together.", min=1)] = 64,
     threads: Annotated[int, typer.Option(help="Compute threads; 0 takes torch's default.", min=0)] = 0,
@@ -262,16 +315,18 @@ def _requests(path: Path, chat: ChatFormat | None, vocabulary: int) -> Iterator[
     for number, text in enumerate(lines, start=1):
         where = f"{path}, line {number}"
         try:
-            line = msgspec.json.decode(text, type=InputLine)
+            fields = msgspec.json.decode(text)
+            of_dataset = isinstance(fields, dict) and "prompt" in fields
+            line = msgspec.json.decode(text, type=DatasetLine if of_dataset else InputLine)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DataError(f"{where}: {error}") from error
-        if (line.token_ids is None) == (line.text is None):
-            raise DataError(f'{where}: give either "token_ids" or "text"')
-        if line.text is not None and chat is None:
+        if sum(given is not None for given in (line.token_ids, line.text, line.prompt)) != 1:
+            raise DataError(f'{where}: give one of "prompt", "text" and "token_ids"')
+        if line.token_ids is None and chat is None:
             raise DataError(f'{where}: the model has no tokenizer.json, so "token_ids" is needed')
         if line.token_ids and max(line.token_ids) >= vocabulary:
             raise DataError(f"{where}: token id {max(line.token_ids)} is not in the model's vocabulary of {vocabulary}")
-        tokens = np.array(line.token_ids if line.token_ids is not None else chat and chat.encode(line.text or ""))
+        tokens = np.array(line.token_ids if line.token_ids is not None else _opened(line, chat, where))
         for sample in range(line.n):
             yield Request(
                 id=f"{number}/{sample}",
@@ -286,6 +341,18 @@ def _requests(path: Path, chat: ChatFormat | None, vocabulary: int) -> Iterator[
                 ),
                 group=str(number),
             )
+
+
+def _opened(line: InputLine, chat: ChatFormat | None, where: str) -> Any:
+    """Return the tokens of a line that is given as text or as a prompt."""
+    assert chat is not None
+    if line.prompt is None:
+        return chat.encode(line.text or "")
+    messages = [{"role": "user", "content": line.prompt}] if isinstance(line.prompt, str) else line.prompt
+    try:
+        return chat.open(messages)
+    except ModelError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
 def _answers(path: Path, weights: str, requests: list[Request], slots: int, threads: int) -> list[list[Delta]]:
@@ -370,6 +437,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from headrace import __version__
+
+        typer.echo(f"headrace {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and end.")
+    ] = False,
+) -> None: ...
+
+
 app.command()(train)
 app.command()(resume)
 app.command()(scale)

@@ -29,9 +29,13 @@ from headrace.config.schema import (
     is_reference,
     names_of,
 )
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, one_line
 
 REFERENCES = "or module:attribute, or file.py:attribute"
+
+
+LONGEST_NAME = 200
+"""The most bytes of a run's name. The names of its files and segments are longer."""
 
 
 def check_together(config: Config) -> None:
@@ -46,6 +50,7 @@ def check_together(config: Config) -> None:
             if names is not None and value not in names and not is_reference(value):
                 allowed = ", ".join([*names, REFERENCES])
                 raise ConfigError(f"[{name}] {key}: invalid enum value {value!r} (one of: {allowed})")
+    _check_run_name(config.run.name)
     _check_algorithm(config.algorithm, config.rollouts)
     _check_engine(config)
     _check_buffer(config)
@@ -69,6 +74,15 @@ def check_together(config: Config) -> None:
     )
     if config.evaluate.every and not (config.evaluate.prompts or whole_file):
         raise ConfigError("[evaluate] every: needs prompts > 0")
+
+
+def _check_run_name(name: str) -> None:
+    """Refuse a name that is not one folder of `[run] directory`. Processes and shared memory have the name too."""
+    blank = bool(name) and not name.strip()
+    if blank or name in (".", "..") or "/" in name or not name.isprintable() or len(name.encode()) > LONGEST_NAME:
+        raise ConfigError(
+            f"[run] name: {one_line(name, 80)!r} is not the name of one folder ([run] directory is its path)"
+        )
 
 
 def _check_buffer(config: Config) -> None:

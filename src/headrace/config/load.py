@@ -23,6 +23,7 @@ import msgspec
 import tomli_w
 
 from headrace.config.checks import REFERENCES, check_together
+from headrace.config.other_names import key_for
 from headrace.config.paths import make_absolute
 from headrace.config.schema import Config, ScorerConfig, Section, is_reference, names_of
 from headrace.errors import ConfigError, one_line
@@ -296,6 +297,8 @@ def _explain(message: str, *inside: str) -> str:
 
 
 def _hint(key: str, known: list[str]) -> str:
+    if meant := key_for(key):
+        return f"here it is {meant}"
     close = difflib.get_close_matches(key, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
 

@@ -47,8 +47,9 @@ class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class RunConfig(Section, frozen=True):
     """[run]: settings of the whole run."""
 
-    name: str = "run"
-    """The name of the run and of its directory."""
+    name: str = ""
+    """The name of the run and of its directory. A run without a name becomes `run`, or `run-2`, `run-3`, ... if
+    there are such runs already. A name that is given is never changed: if the run exists, it is refused."""
     directory: str = "runs"
     """The run's files go to `directory/name`."""
     seed: NonNegative = 0
@@ -462,9 +463,10 @@ class TrainingConfig(Section, frozen=True):
     share_prefixes: bool = True
     """Compute the prompt that a group's answers share only once. On a GPU this is done where the prompt is long enough
     to pay."""
-    checkpoint_every: NonNegative = 0
-    """The number of versions between checkpoints. 0 writes one checkpoint only, when the run finishes or after Ctrl-C.
-    A run that is killed before that has none."""
+    checkpoint_every: NonNegative = 20
+    """The number of versions between checkpoints. A run that is killed trains at most so many versions again, from the
+    answers in its journal; it generates none of them again. A checkpoint takes the time to write the weights and the
+    optimizer once. 0 writes one checkpoint only, when the run finishes or after Ctrl-C."""
     checkpoint_directory: str = ""
     """The directory in which the run's checkpoints are, in a folder with the name of the run. It is a path, or a URL
     that fsspec can write, such as `s3://bucket/checkpoints`. With a URL, the trainer writes each checkpoint to its disk

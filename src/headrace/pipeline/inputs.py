@@ -8,7 +8,6 @@ transport or an engine, which only workers use and which may need torch, are fou
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,9 @@ from headrace.config import (
 from headrace.config.checks import check_references, check_transport
 from headrace.config.declared import loss_facts, transport_facts
 from headrace.config.hub import fetched_dataset, model_dir, parse_name, teacher_dir
-from headrace.config.model_dir import check_model_dir, check_teacher
-from headrace.config.schema import is_reference
+from headrace.config.memory import longest_sequence
+from headrace.config.model_dir import check_model_dir, check_teacher, model_facts
+from headrace.config.schema import RolloutsConfig, is_reference
 from headrace.errors import ConfigError
 from headrace.gateway.agent_main import AgentSetup
 from headrace.gateway.agents import AgentPool
@@ -78,6 +78,15 @@ def check_model(config: Config) -> ChatFormat:
     check_extensions(config)
     path = model_dir(config.model)
     check_model_dir(path, config.model.weights, tokenizer=True)
+    facts = model_facts(path, config.model.weights)
+    longest = longest_sequence(config.engine.max_length, facts.max_positions)
+    wanted = config.rollouts.max_tokens
+    # The default is not a wish: a model with a shorter context gives shorter answers.
+    if wanted >= longest and wanted != RolloutsConfig().max_tokens:
+        raise ConfigError(
+            f"[rollouts] max_tokens: {wanted} leaves no room for a prompt under the longest "
+            f"sequence of {longest} tokens (that of the model, or [engine] max_length)"
+        )
     if (teacher := teacher_dir(config)) is not None:
         check_teacher(teacher, path, config.model.weights)
     chat = ChatFormat.load(path, config.model.chat_template)
@@ -120,27 +129,6 @@ def named(key: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
-
-
-def count_prompts(config: Config) -> tuple[int, int]:
-    """Return the numbers of training and held-out prompts. This checks everything that `check_inputs` checks.
-
-    A reasoning-gym dataset is not checked here, because importing it takes seconds. It is checked when a run starts.
-    """
-    if isinstance(config.task, GymTaskConfig):
-        check_model(config)
-        if find_spec("reasoning_gym") is None:
-            raise ConfigError('[task] kind = "gym" needs reasoning-gym: pip install "headrace[tasks]"')
-        make_scorers(config)
-        return config.task.size, config.evaluate.prompts or 0
-    if isinstance(config.task, DatasetTaskConfig) and config.task.reward is not None:
-        with named("[task] reward"):
-            import_function(config.task.reward)
-    if isinstance(config.task, AgentTaskConfig) and config.task.agent is not None:
-        with named("[task] agent"):
-            import_function(config.task.agent)
-    task = check_inputs(config)[0].task
-    return len(task.train), len(task.heldout)
 
 
 def make_task(config: Config) -> Task:

@@ -37,10 +37,9 @@ from headrace.cluster.inventory import chosen_hosts, place_run
 from headrace.cluster.launchers.local import hosts_of, make_launcher
 from headrace.cluster.mps import Mps, sweep_daemons
 from headrace.cluster.placement import Host, Place, one_more
-from headrace.cluster.supervision import Fleet, SeveralHosts
+from headrace.cluster.supervision import STOP_SECONDS, Fleet, SeveralHosts
 from headrace.config import AgentTaskConfig, Config, dump_config, load_config, with_settings
-from headrace.config.file_digests import check_digests
-from headrace.config.hub import model_dir, pinned, teacher_dir
+from headrace.config.hub import model_dir, pinned
 from headrace.config.memory import longest_sequence
 from headrace.config.model_dir import ModelFacts, model_facts
 from headrace.config.remarks import remarks
@@ -50,23 +49,24 @@ from headrace.delivery.transports.tcp_wire import KEYS
 from headrace.engines.pool import EnginePool
 from headrace.engines.serving import RemoteEngine
 from headrace.engines.vllm.building import check_hosts
-from headrace.errors import DiskError, HeadraceError, UserError
+from headrace.errors import DiskError, HeadraceError, RunFinished, UserError
 from headrace.gateway.agents import AgentTask
 from headrace.gateway.episode import AgentEpisode
 from headrace.gateway.relay import KEY_VARIABLE, Relay, checked_key
 from headrace.gateway.session import new_key
 from headrace.observe.metrics import MetricsLog, Trackers, reported_step
 from headrace.observe.progress import Progress
-from headrace.observe.records import ENGINES
+from headrace.observe.records import ENGINES, STRETCHES
 from headrace.observe.spans import RunClock, Timeline, timeline_damage
 from headrace.pipeline.commands import command_socket
 from headrace.pipeline.controller import Controller
 from headrace.pipeline.inputs import ReadyTask, check_inputs
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Outputs
+from headrace.pipeline.trial import check_models
 from headrace.pipeline.waits import Status, Waits
 from headrace.review.summary import write_report, write_summary
-from headrace.run_dir import RunDir, set_aside, write_whole
+from headrace.run_dir import RunDir, set_aside, with_name, write_whole
 from headrace.scoring.base import Scorer
 from headrace.tasks.chat import ChatFormat
 from headrace.training.base import Checkpoint
@@ -230,12 +230,14 @@ class RunSession:
         tokenizer_known: bool = False,
         ranks: Sequence[int] | None = None,
         hub_names: Mapping[str, str] | None = None,
+        stretches: Sequence[Sequence[float]] = (),
     ) -> None:
         """`journal` differs from the default only where the journal itself is measured.
 
         `tokenizer_known` says that the journal has the digest of the tokenizer that the run began with. `ranks` are
         those of the engines to begin with, if the run was scaled before. `hub_names` are the models and datasets of
-        a new run that come from the hub, with their commits, by the key that names them.
+        a new run that come from the hub, with their commits, by the key that names them. `stretches` are the times in
+        which previous processes trained.
         """
         self.config = config
         self.run_dir = run_dir
@@ -246,6 +248,7 @@ class RunSession:
         self._tokenizer_known = tokenizer_known
         self._ranks = ranks
         self._hub_names = hub_names
+        self._stretches = stretches
         self._hosts = hosts_of(config)
         self._controller: Controller | None = None
         self._gateway: Relay | None = None
@@ -259,6 +262,11 @@ class RunSession:
     def began(self) -> bool:
         """Whether a version was served. From then on the run can be resumed."""
         return self._controller is not None and self._controller.versions.proved != NO_VERSION
+
+    @property
+    def started(self) -> bool:
+        """Whether all processes were ready, so that the run has something to go on from."""
+        return self._controller is not None
 
     def execute(self) -> RunSession:
         """Run to the end. Raises the `HeadraceError` that ended the run otherwise."""
@@ -286,8 +294,8 @@ class RunSession:
             if workers is not None:
                 if self._gateway is not None:
                     self._gateway.close()
-                await workers.fleet.stop()
-                await self._task.close()
+                # Before the run has begun, no process has anything to finish: Ctrl-C then ends them at once.
+                await asyncio.gather(workers.fleet.stop(STOP_SECONDS if self.started else 0.0), self._task.close())
                 await asyncio.to_thread(workers.mps.stop)
             clean(self.config.delivery, self.run_dir.path)
             self.run_dir.status.unlink(missing_ok=True)
@@ -296,8 +304,9 @@ class RunSession:
                     recorder = self._controller.recorder
                     recorder.abandon("interrupted" if self.outcome == "interrupted" else "run failed")
                     recorder.close(self.outcome)
-                    self.summary = write_summary(self.run_dir.path)
-                    write_report(self.run_dir.path)
+                    if self.run_dir.journal.is_file():
+                        self.summary = write_summary(self.run_dir.path)
+                        write_report(self.run_dir.path)
             finally:
                 self.progress.stop()
 
@@ -390,6 +399,7 @@ class RunSession:
             journal.meta("hub", dict(self._hub_names))
         journal.meta("started", clock.wall)
         journal.meta("outcome", "running")
+        journal.meta(STRETCHES, self._stretches)
         journal.meta("lag_bound", parts.window.lag_bound)
         journal.meta("no_mps", workers.mps.missing or None)
         journal.meta("engine_facts", {name: workers.fleet.facts(name) for name in workers.engines})
@@ -450,6 +460,8 @@ class RunSession:
                 self.progress.note(f"{gateway.name} has not answered for {limit / 2:g} s: it is ended")
                 gateway.lost("it did not answer")
                 fleet.kill(gateway.name)
+            if not self.run_dir.journal.is_file():
+                raise UserError(f"{self.run_dir.path}, the directory of the run, is gone: the run ends")
             self._write_status(controller.status(fleet.phases))
             controller.waits.check(limit)
 
@@ -497,42 +509,50 @@ def first_cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def start_run(
-    config: Config, progress: Progress, reward: Scorer | None = None, *, prompts: str | None = None
+    config: Config,
+    progress: Progress,
+    reward: Scorer | None = None,
+    *,
+    prompts: str | None = None,
+    overwrite: bool = False,
 ) -> RunSession:
     """Start a new run. A user's mistake that shows before the first version is served leaves no run directory behind.
 
-    `reward` replaces the configured reward function. `prompts` holds JSON lines to write into the run directory, as
-    `prompts.jsonl`.
+    Nor does Ctrl-C while the processes of the run start. `reward` replaces the configured reward function. `prompts`
+    holds JSON lines to write into the run directory, as `prompts.jsonl`. With `overwrite`, a run of the same name is
+    removed once the input of the new one is found to be right.
     """
-    config, names = pinned(config)
+    config, names = pinned(with_name(config))
     for key, name in names.items():
         progress.note(f"{key}: {name}")
     config, _ = place_run(config, hosts_of(config))
     check_store(config, new=True)
-    run_dir = RunDir.create(config)
-    session = None
-    try:
-        if prompts is not None:
-            (run_dir.path / "prompts.jsonl").write_text(prompts)
-        task, chat = check_inputs(config, reward)
-        _check_models(config)
-        # The lock is held from here on: a resume of a run that is only starting is refused.
-        with lock_run(run_dir.journal) as lock, run_dir.report_full_disk():
-            make_journal = partial(Journal, lock=lock)
-            session = RunSession(config, run_dir, progress, task, chat, journal=make_journal, hub_names=names)
-            return session.execute()
-    except UserError as error:
-        resumable = isinstance(error, DiskError) or (session is not None and session.began)
-        if not (resumable and run_dir.journal.is_file()):
-            shutil.rmtree(run_dir.path)
-        raise
-
-
-def _check_models(config: Config) -> None:
-    """Raise `ModelError` if a file that the run loads weights from has changed since Headrace wrote it."""
-    check_digests(model_dir(config.model), "[model] path")
-    if (teacher := teacher_dir(config)) is not None:
-        check_digests(teacher, "[algorithm] teacher")
+    with contextlib.ExitStack() as replacing:
+        run_dir = RunDir.of(config)
+        remove_old: Callable[[], None] = lambda: None  # noqa: E731
+        if overwrite and run_dir.path.exists():
+            with lock_run(run_dir.journal):
+                remove_old = replacing.enter_context(run_dir.set_aside())
+        run_dir = RunDir.create(config)
+        session = None
+        try:
+            if prompts is not None:
+                (run_dir.path / "prompts.jsonl").write_text(prompts)
+            task, chat = check_inputs(config, reward)
+            check_models(config)
+            remove_old()
+            # The lock is held from here on: a resume of a run that is only starting is refused.
+            with lock_run(run_dir.journal) as lock, run_dir.report_full_disk():
+                make_journal = partial(Journal, lock=lock)
+                session = RunSession(config, run_dir, progress, task, chat, journal=make_journal, hub_names=names)
+                return session.execute()
+        except (UserError, KeyboardInterrupt) as error:
+            resumable = isinstance(error, DiskError) or (session is not None and session.began)
+            if isinstance(error, KeyboardInterrupt):
+                resumable = session is not None and session.started
+            if not (resumable and run_dir.journal.is_file()):
+                shutil.rmtree(run_dir.path, ignore_errors=True)
+            raise
 
 
 def _set_damage_aside(run_dir: RunDir, policy: str) -> Iterator[str]:
@@ -592,7 +612,7 @@ def _begin_again(
     if run_dir.metrics.exists() or any(run_dir.checkpoints.glob("step-*")) or (run_dir.path / "segments").exists():
         raise UserError(f"{run_dir.path}: nothing to resume (it has no journal.db)")
     task, chat = check_inputs(config)
-    _check_models(config)
+    check_models(config)
     progress.note("the run had ended before it began: it begins now")
     with run_dir.report_full_disk(), run_dir.with_trial_config(config):
         return RunSession(config, run_dir, progress, task, chat, journal=make_journal).execute()
@@ -608,18 +628,20 @@ def _resume(
     as_scaled: bool,
 ) -> RunSession:
     """Resume a run that has a journal; if `as_scaled`, with the engines that it was scaled to."""
+    _refuse_finished(run_dir, config)
     for line in _set_damage_aside(run_dir, config.policy_name):
         progress.note(line)
     task, chat = check_inputs(config)
     with open_readonly(run_dir.journal) as journal:
-        meta = journal.meta()
+        meta, last = journal.meta(), journal.training_window()
+    stretches = [*meta.get(STRETCHES, []), *([last] if last else [])]
     known = meta.get("tokenizer")
     ranks = _scaled_to(meta.get(ENGINES), config) if as_scaled else None
     if known is None:
         progress.note("the journal has no digest of the run's tokenizer; that of today is recorded")
     elif known != chat.digest:
         progress.note(f"[model] path: tokenizer.json of {config.model.path} has changed since the run began")
-    _check_models(config)
+    check_models(config)
     old, new = dump_config(before).splitlines(), dump_config(config).splitlines()
     for line in old:
         if line not in new:
@@ -629,5 +651,25 @@ def _resume(
             progress.note(f"config now: {line}")
     with run_dir.report_full_disk(), run_dir.with_trial_config(config):
         return RunSession(
-            config, run_dir, progress, task, chat, journal=make_journal, tokenizer_known=known is not None, ranks=ranks
+            config,
+            run_dir,
+            progress,
+            task,
+            chat,
+            journal=make_journal,
+            tokenizer_known=known is not None,
+            ranks=ranks,
+            stretches=stretches,
         ).execute()
+
+
+def _refuse_finished(run_dir: RunDir, config: Config) -> None:
+    """Raise `RunFinished` if the run has ended in order with all its versions."""
+    with open_readonly(run_dir.journal) as journal:
+        steps, outcome = journal.last_step(config.policy_name), journal.meta().get("outcome")
+    versions = steps // config.delivery.publish_every
+    if outcome == "finished" and versions >= config.run.versions:
+        raise RunFinished(
+            f"{run_dir.path} is finished, with {versions} versions; train more of them with "
+            f"`headrace resume {run_dir.path} --set run.versions={2 * versions}`"
+        )

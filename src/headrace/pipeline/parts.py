@@ -80,6 +80,7 @@ class Parts:
             outputs,
             self.window,
             versions_total=config.run.versions,
+            versions_done=self.versions_done,
             before=before,
             record=config.pipeline.record,
         )

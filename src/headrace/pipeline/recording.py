@@ -41,6 +41,8 @@ from headrace.types import STEP_SECONDS, Batch, Group, Rollout, Trace, Version, 
 REWARD_MEMORY = 0.9
 """The weight of the past in the moving mean of the reward that the display shows."""
 BUSY_MEMORY = 0.7
+TOLD_AGAIN = (10, 100, 1000, 10_000)
+"""The numbers of groups that failed for one reason at which the reason is told again."""
 """The weight of the past in the moving mean of how busy a process is."""
 
 
@@ -64,6 +66,7 @@ class Recorder:
         window: Window,
         *,
         versions_total: int,
+        versions_done: int = 0,
         before: Recovered,
         record: bool = False,
     ) -> None:
@@ -84,9 +87,14 @@ class Recorder:
         self._peak_memory: dict[str, int] = {}
         """The most bytes of GPU memory that each process has held, by process."""
         self._lags: Counter[int] = Counter()
+        self._failures: Counter[str] = Counter()
+        """The number of failed groups by reason. Each reason is told once, and again when there are many more."""
         self._unreported: deque[tuple[Future[None], Callable[[], None]]] = deque()
         """The steps whose records may not be on the disk yet, oldest first, with what reports them."""
-        self.shown = RunSnapshot(versions_total=versions_total, lag_bound=window.lag_bound, capacity=window.capacity)
+        self._resumed = before.resume_step > 0
+        self.shown = RunSnapshot(
+            version=versions_done, versions_total=versions_total, lag_bound=window.lag_bound, capacity=window.capacity
+        )
         """The state of the run that `show` hands to the display."""
         self.ledgers = Ledgers(before.groups, before.rollouts)
 
@@ -146,7 +154,11 @@ class Recorder:
         """Record how a group attempt ended. `version` is the version that it trained, or was too late for."""
         self._metrics.write("group", **self._end_group(group, state, reason, step, version))
         if state == "failed":
-            self.note(f"group {group.id} failed: {reason}")
+            self._failures[reason] += 1
+            if self._failures[reason] == 1:
+                self.note(f"group {group.id} failed: {reason}")
+            elif self._failures[reason] in TOLD_AGAIN:
+                self.note(f"{self._failures[reason]} groups failed so far: {reason}")
 
     def _end_group(
         self,
@@ -294,8 +306,9 @@ class Recorder:
             "evaluation", version=version, moment=moment, pass_1=pass_1, pass_k=pass_k, versions=versions
         )
         self.shown.heldout = pass_1
+        when = "again, as the run goes on" if moment == "before" and self._resumed else f"{moment} training"
         self.note(
-            f"held-out {moment} training, version {version}: {pass_1:.3f} right of {evaluation.prompts} prompts"
+            f"held-out {when}, version {version}: {pass_1:.3f} right of {evaluation.prompts} prompts"
             + (f", {pass_k:.3f} within {samples} tries" if samples > 1 else "")
             + (f", {failed} failed" if failed else "")
         )

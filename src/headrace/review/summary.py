@@ -20,7 +20,7 @@ import msgspec
 from headrace.buffer.reader import JournalReader, open_readonly
 from headrace.observe import charts
 from headrace.observe.charts import Drawing, Series
-from headrace.observe.records import SKIPPED_EVALUATION, DeliveryRecord, EndedGroup, SampleRecord, StepRecord
+from headrace.observe.records import SKIPPED_EVALUATION, STRETCHES, DeliveryRecord, EndedGroup, SampleRecord, StepRecord
 from headrace.observe.spans import timeline_started
 from headrace.observe.summary import STATES, compact, duration, lag_mean_and_max, number, percent, thousands, whole
 from headrace.run_dir import RunDir, write_whole
@@ -86,7 +86,7 @@ def summarize_journal(journal: JournalReader) -> dict[str, Any]:
         "heldout_before": next((e.pass_1 for e in evaluations if e.moment == "before"), None),
         "heldout_after": next((e.pass_1 for e in reversed(evaluations) if e.moment == "after"), None),
         **_rewards(steps),
-        "train_seconds": window[1] - window[0] if window else None,
+        "train_seconds": _train_seconds(meta.get(STRETCHES) or [], window),
         "tokens_generated": sum(journal.sampled_tokens().values()),
         "tokens_trained": sum(step.trained_tokens for step in steps),
         "tokens_per_second": _rate(steps, window),
@@ -120,6 +120,13 @@ def _rewards(steps: list[StepRecord]) -> dict[str, float | None]:
         return {"reward_first": None, "reward_last": None}
     tenth = max(1, len(rewards) // 10)
     return {"reward_first": sum(rewards[:tenth]) / tenth, "reward_last": sum(rewards[-tenth:]) / tenth}
+
+
+def _train_seconds(stretches: list[list[float]], window: tuple[float, float] | None) -> float | None:
+    """Return the seconds in which the run trained: in the stretches before its last resume, and since then."""
+    if window is None and not stretches:
+        return None
+    return float(sum(end - begin for begin, end in [*stretches, *([window] if window else [])]))
 
 
 def _rate(steps: list[StepRecord], window: tuple[float, float] | None) -> float | None:

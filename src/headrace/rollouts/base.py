@@ -91,6 +91,10 @@ class EpisodePlan:
     tokens that are not used are counted as `discarded`."""
 
 
+TOO_LONG = "the prompt leaves no room for an answer under the longest sequence"
+"""The beginning of the reason why an episode fails whose prompt is too long."""
+
+
 class AnyEpisode(ABC):
     """One rollout while it is made. It is used once: `prepare`, then `run`. Subclasses differ in who drives the turns.
 

@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 
 from headrace.engines.base import FinishReason, Request, Sampler, closing_deltas
-from headrace.errors import HeadraceError
-from headrace.rollouts.base import AnyEpisode, Cancelled, ChatFormat, EpisodePlan
+from headrace.errors import HeadraceError, UserError
+from headrace.rollouts.base import TOO_LONG, AnyEpisode, Cancelled, ChatFormat, EpisodePlan
 from headrace.rollouts.stream import SavedTurns, TokenStream
 from headrace.scoring.base import Span, Stage, Turn
 from headrace.tasks.base import Environment, EnvironmentStep
@@ -44,12 +44,16 @@ def foreign(what: str) -> Iterator[None]:
     """
     try:
         yield
+    except UserError as error:
+        raise EpisodeFailed(_describe(error)) from error
     except Exception as error:
         raise EpisodeFailed(f"{what}: {_describe(error)}") from error
 
 
 def _describe(error: Exception) -> str:
     name, line = type(error).__name__, _first_line(str(error))
+    if isinstance(error, HeadraceError) and line:
+        return line  # It is written for people, who need not know the class of the error.
     return f"{name}: {line}" if line else name
 
 
@@ -126,6 +130,9 @@ class Episode(AnyEpisode):
                 raise EpisodeFailed("the environment opened without a message and the prompt has no text")
             with foreign("the opening"):
                 opening = self._chat.open(messages) if messages else self._chat.open_text(text or "")
+            if len(opening) >= self._max_length:
+                # Without the numbers of this prompt, so that the ledger counts all such prompts under one reason.
+                raise EpisodeFailed(f"{TOO_LONG} of {self._max_length} tokens ([engine] max_length)")
             self._opening_tokens = len(opening)
             self._expect(opening)
             prefix = self.plan.prefix
