@@ -32,13 +32,14 @@ def train(
     configuration, such as `{"run.versions": 50, "buffer.depth": 2}`.
     """
     from headrace.observe.progress import make_progress
+    from headrace.pipeline.inputs import Given
     from headrace.pipeline.launch import start_run
     from headrace.scoring.rewards import ThreadScorer
 
     config, lines = _config(model, prompts, reward, {"observe.display": display, **(settings or {})})
-    scorer = None if isinstance(reward, str) else ThreadScorer(reward, timeout=config.scoring.timeout)
+    given = {} if isinstance(reward, str) else {"reward": ThreadScorer(reward, timeout=config.scoring.timeout)}
     progress = make_progress(config.observe.display, title=config.run.name)
-    outcome = _outside_of_a_loop(lambda: start_run(config, progress, scorer, prompts=lines))
+    outcome = _outside_of_a_loop(lambda: start_run(config, progress, Given(rewards=given), prompts=lines))
     return Run(outcome.run_dir.path)
 
 

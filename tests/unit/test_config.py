@@ -78,7 +78,7 @@ AGENT_KEYS = {
     "path", "agent", "command", "heldout_path", "system", "demonstration", "workers", "concurrency", "timeout",
     "weight",
 }  # fmt: skip
-DATASET_KEYS = {"path", "reward", "heldout_path", "system", "demonstration", "weight"}
+DATASET_KEYS = {"path", "reward", "reward_weights", "heldout_path", "system", "demonstration", "weight"}
 GYM_KEYS = {"name", "config", "size", "system", "suffix", "answer_pattern", "weight"}
 ENVIRONMENT_KEYS = {"factory", "config", "weight"}
 SCORER_KEYS = {"scorer", "weight", "config"}
@@ -236,6 +236,13 @@ def test_values_that_cannot_go_together() -> None:
     ):
         make_config(MINIMAL, far)
     assert make_config(MINIMAL, [*far, "cluster.trusted_network=true"]).cluster.trusted_network
+    data = {"kind": "dataset", "path": "p"}
+    with pytest.raises(ConfigError, match=r"\[task\] reward: two functions have the same name"):
+        make_config({**MINIMAL, "task": {**data, "reward": ["a.py:reward", "b.py:reward"]}})
+    with pytest.raises(ConfigError, match=r"\[task\] reward_weights: 1 for 2 reward functions"):
+        make_config({**MINIMAL, "task": {**data, "reward": ["a:one", "a:two"], "reward_weights": [1.0]}})
+    with pytest.raises(ConfigError, match=r"\[task\] reward is required"):
+        make_config({**MINIMAL, "task": {**data, "reward": []}})
     with pytest.raises(ConfigError, match=r"\[task\] command: give an agent or a command, not both"):
         make_config({**MINIMAL, "task": {"kind": "agent", "path": "p", "agent": "a:b", "command": ["c"]}})
     with pytest.raises(ConfigError, match=r"\[evaluate\] every"):

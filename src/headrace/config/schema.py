@@ -84,10 +84,13 @@ class DatasetTaskConfig(TaskSection, frozen=True, kw_only=True, tag="dataset"):
     path: str
     """A JSON lines file. Each line is `{"prompt": text or messages, ...}`. The other fields, except `id`, are for the
     reward function."""
-    reward: str | None = None
+    reward: str | list[str] | None = None
     """The reward function: `module:function`, or `path/to/file.py:function`. It is called with `completion` and with
     those fields of the line that its parameters name, such as `answer`. If a line lacks a field, the default of the
-    parameter is used; without a default, the rollout fails. Required unless there are `[scorers.NAME]`."""
+    parameter is used; without a default, the rollout fails. A list names several functions: each is recorded under the
+    name of the function, and the reward is their weighted sum. Required unless there are `[scorers.NAME]`."""
+    reward_weights: list[float] = []
+    """The weights of the reward functions, in their order. By default each weighs 1."""
     heldout_path: str | None = None
     """A second file, for evaluation. Without it, `[evaluate] prompts` lines are held out of `path`, chosen by a hash of
     their ids."""
@@ -95,6 +98,13 @@ class DatasetTaskConfig(TaskSection, frozen=True, kw_only=True, tag="dataset"):
     """A system message before every prompt that is given as text."""
     demonstration: str | None = "answer"
     """The field of each line that holds a correct answer, for a supervised warm start."""
+
+    @property
+    def named_rewards(self) -> dict[str, str]:
+        """The references to the reward functions by the names under which they are recorded."""
+        if isinstance(self.reward, list):
+            return {reference.rpartition(":")[2].rpartition(".")[2]: reference for reference in self.reward}
+        return {} if self.reward is None else {"reward": self.reward}
 
 
 class GymTaskConfig(TaskSection, frozen=True, kw_only=True, tag="gym"):

@@ -5,9 +5,9 @@ Functions that the controller uses (an advantage, a launcher, trackers) are impo
 transport or an engine, which only workers use and which may need torch, are found or read but not run.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ from headrace.tasks.gym import VERIFIER
 from headrace.tasks.gym import GymTask as Gym
 from headrace.types import Prompt
 
+GIVEN = "given in Python:"
+"""How a reference begins that stands for a Python object. A program gives the object itself."""
 OWN_REWARDS = ("environment", "agent")
 """The scorer names under which the rewards of environments and agents are recorded."""
 
@@ -62,12 +64,27 @@ class ReadyTask:
         await self.task.close()
 
 
-def check_inputs(config: Config, reward: Scorer | None = None) -> tuple[ReadyTask, ChatFormat]:
-    """Check all user input that needs no process. `reward` replaces the configured reward function."""
+@dataclass(frozen=True)
+class Given:
+    """What a program gives to a run as Python objects, in place of what the configuration names."""
+
+    rewards: Mapping[str, Scorer] = field(default_factory=dict)
+    """The task's reward functions, by name."""
+    factory: Callable[..., Task] | None = None
+    """The factory of an environment's task."""
+
+
+NOTHING = Given()
+
+
+def check_inputs(config: Config, given: Given = NOTHING) -> tuple[ReadyTask, ChatFormat]:
+    """Check all user input that needs no process."""
     chat = check_model(config)
-    task = make_task(config)
+    task = make_task(config, given)
     weights = {name: scorer.weight for name, scorer in config.scorers.items()}
-    scoring = Stage(make_scorers(config, reward), weights, timeout=config.scoring.timeout)
+    if isinstance(config.task, DatasetTaskConfig) and config.task.reward_weights:
+        weights |= zip(config.task.named_rewards, config.task.reward_weights, strict=True)
+    scoring = Stage(make_scorers(config, given), weights, timeout=config.scoring.timeout)
     return ReadyTask(task, scoring), chat
 
 
@@ -124,9 +141,10 @@ def count_prompts(config: Config) -> tuple[int, int]:
             raise ConfigError('[task] kind = "gym" needs reasoning-gym: pip install "headrace[tasks]"')
         make_scorers(config)
         return config.task.size, config.evaluate.prompts or 0
-    if isinstance(config.task, DatasetTaskConfig) and config.task.reward is not None:
-        with named("[task] reward"):
-            import_function(config.task.reward)
+    if isinstance(config.task, DatasetTaskConfig):
+        for reference in config.task.named_rewards.values():
+            with named("[task] reward"):
+                import_function(reference)
     if isinstance(config.task, AgentTaskConfig) and config.task.agent is not None:
         with named("[task] agent"):
             import_function(config.task.agent)
@@ -134,7 +152,7 @@ def count_prompts(config: Config) -> tuple[int, int]:
     return len(task.train), len(task.heldout)
 
 
-def make_task(config: Config) -> Task:
+def make_task(config: Config, given: Given = NOTHING) -> Task:
     """Make the configured task."""
     held = config.evaluate.prompts or 0
     match config.task:
@@ -152,8 +170,11 @@ def make_task(config: Config) -> Task:
                 answer_pattern=task.answer_pattern,
             )
         case EnvironmentTaskConfig() as task:
-            given = {**task.config, "seed": config.run.seed, "heldout": held}
-            made: Task = call_factory(f"[task] factory: {task.factory}", import_function(task.factory), **given)
+            if given.factory is None:
+                refuse_given("[task] factory", task.factory)
+            factory = given.factory or import_function(task.factory)
+            arguments = {**task.config, "seed": config.run.seed, "heldout": held}
+            made: Task = call_factory(f"[task] factory: {task.factory}", factory, **arguments)
             return made
         case AgentTaskConfig() as task:
             agents = None
@@ -164,15 +185,24 @@ def make_task(config: Config) -> Task:
             return Agents(train, heldout, agents, timeout=task.timeout, demonstration_field=task.demonstration)
 
 
-def make_scorers(config: Config, reward: Scorer | None = None) -> dict[str, Scorer]:
-    """Make the scorers by name: the task's reward function (`reward` replaces it) and those of `[scorers.NAME]`."""
+def refuse_given(key: str, reference: str) -> None:
+    """Raise `ConfigError` if the configuration only says that a program gave a function, and no program does."""
+    if reference.startswith(GIVEN):
+        raise ConfigError(
+            f"{key}: {reference.removeprefix(GIVEN)!r} was given in Python; go on by headrace.train(resume=...), "
+            "with the same functions"
+        )
+
+
+def make_scorers(config: Config, given: Given = NOTHING) -> dict[str, Scorer]:
+    """Make the scorers by name: the task's reward functions and those of `[scorers.NAME]`."""
     scorers: dict[str, Scorer] = {}
     match config.task:
-        case DatasetTaskConfig(reward=reference):
-            if reward is not None:
-                scorers["reward"] = reward
-            elif reference is not None:
-                scorers["reward"] = _in_workers(config, reference)
+        case DatasetTaskConfig() as task:
+            for name, reference in task.named_rewards.items():
+                if name not in given.rewards:
+                    refuse_given("[task] reward", reference)
+                scorers[name] = given.rewards.get(name) or _in_workers(config, reference)
         case GymTaskConfig() as gym:
             arguments = {"name": gym.name, "config": gym.config, "answer_pattern": gym.answer_pattern}
             scorers["verifier"] = _in_workers(config, VERIFIER, arguments)

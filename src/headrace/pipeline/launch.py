@@ -60,13 +60,12 @@ from headrace.observe.records import ENGINES
 from headrace.observe.spans import RunClock, Timeline, timeline_damage
 from headrace.pipeline.commands import command_socket
 from headrace.pipeline.controller import Controller
-from headrace.pipeline.inputs import ReadyTask, check_inputs
+from headrace.pipeline.inputs import NOTHING, Given, ReadyTask, check_inputs
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Outputs
 from headrace.pipeline.waits import Status, Waits
 from headrace.review.summary import write_report, write_summary
 from headrace.run_dir import RunDir, set_aside, write_whole
-from headrace.scoring.base import Scorer
 from headrace.tasks.chat import ChatFormat
 from headrace.training.base import Checkpoint
 from headrace.training.checkpoints.remote_store import check_store
@@ -490,12 +489,10 @@ def first_cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
     return found
 
 
-def start_run(
-    config: Config, progress: Progress, reward: Scorer | None = None, *, prompts: str | None = None
-) -> RunSession:
+def start_run(config: Config, progress: Progress, given: Given = NOTHING, *, prompts: str | None = None) -> RunSession:
     """Start a new run. A user's mistake that shows before the first version is served leaves no run directory behind.
 
-    `reward` replaces the configured reward function. `prompts` holds JSON lines to write into the run directory, as
+    `given` replaces what the configuration names. `prompts` holds JSON lines to write into the run directory, as
     `prompts.jsonl`.
     """
     config, _ = place_run(config, hosts_of(config))
@@ -505,7 +502,7 @@ def start_run(
     try:
         if prompts is not None:
             (run_dir.path / "prompts.jsonl").write_text(prompts)
-        task, chat = check_inputs(config, reward)
+        task, chat = check_inputs(config, given)
         _check_models(config)
         # The lock is held from here on: a resume of a run that is only starting is refused.
         with lock_run(run_dir.journal) as lock, run_dir.report_full_disk():

@@ -137,7 +137,8 @@ def _prompt(line: bytes, where: str, system: str | None) -> Prompt:
         id = _hash(msgspec.json.encode({"prompt": record["prompt"], "data": data}, order="deterministic"))
     if isinstance(id, bool) or not isinstance(id, str | int) or id == "":
         raise DataError(f'{where}: "id" must be text or a whole number, not {_kind(id)}')
-    return Prompt(id=str(id), messages=_messages(record["prompt"], where, system), data=data)
+    messages = _messages(record["prompt"], where, system)
+    return Prompt(id=str(id), messages=messages, data=data, as_text=isinstance(record["prompt"], str))
 
 
 def _messages(value: Any, where: str, system: str | None) -> list[dict[str, str]]:
