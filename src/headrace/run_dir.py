@@ -12,12 +12,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from msgspec import structs
+
 from headrace.config import Config, dump_config, load_config
 from headrace.config.file_digests import sync
 from headrace.config.stores import is_url
 from headrace.errors import DiskError, UserError
 
+DEFAULT_NAME = "run"
+"""The name of the first run in a directory that was given no name."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+
+
+def with_name(config: Config, *, existing: bool = False) -> Config:
+    """Return the configuration with a name for its run: the given one, or else the next of `run`, `run-2`, `run-3`, ...
+
+    With `existing`, a run without a name gets that of the newest of these that exists, if there is one.
+    """
+    if config.run.name:
+        return config
+    directory, number = Path(config.run.directory), 1
+    while (directory / _numbered(number)).exists():
+        number += 1
+    if existing and number > 1:
+        number -= 1
+    return structs.replace(config, run=structs.replace(config.run, name=_numbered(number)))
+
+
+def _numbered(number: int) -> str:
+    return DEFAULT_NAME if number == 1 else f"{DEFAULT_NAME}-{number}"
 
 
 class RunDir:

@@ -199,6 +199,9 @@ def make_scorers(config: Config, given: Given = NOTHING) -> dict[str, Scorer]:
     scorers: dict[str, Scorer] = {}
     match config.task:
         case DatasetTaskConfig() as task:
+            if strange := given.rewards.keys() - task.named_rewards.keys():
+                own = ", ".join(task.named_rewards) or "none"
+                raise ConfigError(f"[task] reward: {', '.join(sorted(strange))} is not a reward of this run ({own})")
             for name, reference in task.named_rewards.items():
                 if name not in given.rewards:
                     refuse_given("[task] reward", reference)
