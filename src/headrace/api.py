@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from headrace.config import Config, make_config
+from headrace.config import Config, make_config, with_settings
 from headrace.errors import UserError
 from headrace.types import Rollout
 
@@ -84,10 +84,11 @@ def train(
         directory = Path(named.run.directory) / named.run.name
         existing = directory if resume and directory.exists() else None
     if existing is not None:
-        config = RunDir.open(existing)[1]
-        progress = make_progress(chosen["observe"]["display"], title=config.run.name)
+        changes = _flat(chosen)
+        config = with_settings(RunDir.open(existing)[1], changes)
+        progress = make_progress(config.observe.display, title=config.run.name)
         given = _given(config, task, reward)
-        return Run(resume_run(existing, progress, _flat(chosen), given, execute=execute).run_dir.path)
+        return Run(resume_run(existing, progress, changes, given, execute=execute).run_dir.path)
     config = make_config(_merged(raw, {"run.name": directory.name}, _paths(prompts, heldout, directory)))
     progress = make_progress(config.observe.display, title=config.run.name)
     files = {name: _lines(given, name) for name, given in ((PROMPTS, prompts), (HELDOUT, heldout)) if _is_list(given)}
@@ -223,12 +224,13 @@ def _given(config: Config, task: Any, reward: Reward | Sequence[Reward] | None) 
     from headrace.pipeline.inputs import Given
     from headrace.scoring.rewards import ThreadScorer
 
-    timeout = config.scoring.timeout
+    timeout, threads = config.scoring.timeout, config.scoring.workers
     functions = [] if reward is None else [(name, each) for name, each in _named(reward) if not isinstance(each, str)]
     factory = None
     if task is not None and not isinstance(task, Mapping):
         factory = task if callable(task) else lambda **arguments: task
-    return Given(rewards={name: ThreadScorer(each, timeout=timeout) for name, each in functions}, factory=factory)
+    scorers = {name: ThreadScorer(each, timeout, threads=threads) for name, each in functions}
+    return Given(rewards=scorers, factory=factory)
 
 
 def _is_list(prompts: Prompts | None) -> bool:
@@ -262,13 +264,13 @@ def _lines(prompts: Any, name: str) -> str:
 def _follow(session: RunSession, on_step: OnStep | None) -> RunSession:
     """Execute a run in a thread. `on_step` and signals are handled in this thread."""
     records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-    session.listener = records.put
+    session.listener = lambda record: records.put(record) if _is_step(record) else None
     with _signals(session.interrupt), ThreadPoolExecutor(1, "headrace") as thread:
         run = thread.submit(session.execute)
         run.add_done_callback(lambda ended: records.put(None))
         try:
             while (record := records.get()) is not None:
-                if on_step is not None and _is_step(record) and on_step(record) is False:
+                if on_step is not None and on_step(record) is False:
                     on_step = None
                     session.interrupt()
         except BaseException:
@@ -293,4 +295,4 @@ def _signals(interrupt: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         for each, handler in before.items():
-            signal.signal(each, handler)
+            signal.signal(each, signal.SIG_DFL if handler is None else handler)
