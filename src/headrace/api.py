@@ -264,7 +264,12 @@ def _lines(prompts: Any, name: str) -> str:
 def _follow(session: RunSession, on_step: OnStep | None) -> RunSession:
     """Execute a run in a thread. `on_step` and signals are handled in this thread."""
     records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-    session.listener = lambda record: records.put(record) if _is_step(record) else None
+
+    def listen(record: dict[str, Any]) -> None:
+        if _is_step(record):
+            records.put(record)
+
+    session.listener = listen
     with _signals(session.interrupt), ThreadPoolExecutor(1, "headrace") as thread:
         run = thread.submit(session.execute)
         run.add_done_callback(lambda ended: records.put(None))
