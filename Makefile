@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RAY_STAMP := $(VENV)/.installed-ray
+WHEEL_VENV := .venv-wheel
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_VERSION := 0.32.0
@@ -15,7 +16,7 @@ THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # Compiled bytecode is kept, also where the environment forbids it: tests start hundreds of processes.
 THREADS += PYTHONDONTWRITEBYTECODE=
 
-.PHONY: setup quickstart quickstart-control test lint fmt docs unit slow gpu chaos attack kills examples smollm2 vllm test-vllm cluster clean
+.PHONY: setup quickstart quickstart-control test lint fmt docs unit slow gpu chaos attack kills examples smollm2 vllm test-vllm cluster wheel clean
 
 setup: $(STAMP)
 
@@ -110,6 +111,18 @@ $(RAY_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[ray]"
 	touch $(RAY_STAMP)
 
+# Wheel and source distribution, and the commands of the README with the wheel, in an environment with nothing else.
+wheel:
+	rm -rf dist build $(WHEEL_VENV)
+	$(PYTHON) -m venv $(WHEEL_VENV)/build
+	$(WHEEL_VENV)/build/bin/python -m pip install --quiet build
+	$(WHEEL_VENV)/build/bin/python -m build --outdir dist .
+	$(PYTHON) -m venv $(WHEEL_VENV)/empty
+	$(WHEEL_VENV)/empty/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
+	$(THREADS) $(PYTHON) tests/installed_wheel.py $(WHEEL_VENV)/empty dist
+	$(WHEEL_VENV)/empty/bin/python -m pip install --quiet -c constraints.txt ipykernel
+	$(THREADS) $(WHEEL_VENV)/empty/bin/python -P tests/notebook_run.py examples/quickstart/model
+
 fmt: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -118,4 +131,4 @@ docs: setup
 	$(BIN)/python docs/make_configuration.py
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(WHEEL_VENV) build dist .mypy_cache .ruff_cache .pytest_cache

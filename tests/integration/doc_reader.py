@@ -70,6 +70,8 @@ STAND_INS = {
     "reward >= 1 AND newest_version > oldest_version": "reward >= 0 AND newest_version >= oldest_version",
     '"run.versions": 50, "evaluate.prompts": 100': '"run.versions": 2, "evaluate.prompts": 4, "rollouts.group_size": 2,'
     ' "rollouts.max_tokens": 8, "buffer.groups": 2, "engine.max_length": 64, "run.directory": "HOME/runs"',
+    'run={"versions": 50}': 'run={"versions": 2, "directory": "HOME/runs"}, engine={"max_length": 256}',
+    '"group_size": 8, "max_tokens": 32': '"group_size": 2, "max_tokens": 8',
     'dtype="bfloat16", device="cuda"': 'dtype="float32", device="cpu"',
     "EngineConfig(slots=256)": 'EngineConfig(slots=4, device="cpu")',
 }

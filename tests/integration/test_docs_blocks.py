@@ -61,7 +61,9 @@ TASKS = {
 }
 """Pages with a task that is trained with, and the settings that choose it."""
 
-OWN_TESTS = ("async def alternatives(", "def adapted_core(", 'run.post("/sessions"', "class WeightsAndBiases:")
+OWN_TESTS = (
+    "async def alternatives(", "def adapted_core(", 'run.post("/sessions"', "class WeightsAndBiases:", "GRPOTrainer(",
+)  # fmt: skip
 """Texts of Python blocks that have tests of their own below."""
 
 NO_PROMPT = (
@@ -317,6 +319,23 @@ def test_the_tracker_for_wandb(reader: Reader, monkeypatch: pytest.MonkeyPatch) 
     (_, given), *rest = calls
     assert (given["id"], given["config"]) == ("first", {"run": {}})
     assert rest == [("log", {"step/step": 1, "step/reward": 0.5}), ("finish", None)]
+
+
+def test_the_script_of_trl_becomes_one_call() -> None:
+    """The page shows both scripts. Every name of TRL in them has its row in the table of the page."""
+    theirs = python_block(OWN_TESTS[4])
+    calls = [node for node in ast.walk(ast.parse(theirs.text)) if isinstance(node, ast.Call)]
+    used = {
+        keyword.arg
+        for call in calls
+        if isinstance(call.func, ast.Name) and call.func.id in ("GRPOTrainer", "GRPOConfig")
+        for keyword in call.keywords
+    }
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / theirs.page).read_text(), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert used - {"args"} <= named
+    [ours] = [block for block in PYTHON if block.page == theirs.page and "headrace.train(" in block.text]
+    assert len(ours.text.splitlines()) < 20
 
 
 @pytest.mark.parametrize("page", TASKS)

@@ -80,7 +80,7 @@ PROMPT_KEYS = {
     "weight",
 }  # fmt: skip
 AGENT_KEYS = {*PROMPT_KEYS, "agent", "command", "workers", "concurrency", "timeout"}
-DATASET_KEYS = {*PROMPT_KEYS, "format", "reward"}
+DATASET_KEYS = {*PROMPT_KEYS, "format", "reward", "reward_weights"}
 GYM_KEYS = {"name", "config", "size", "system", "suffix", "answer_pattern", "weight"}
 ENVIRONMENT_KEYS = {"factory", "config", "weight"}
 SCORER_KEYS = {"scorer", "weight", "config"}
@@ -93,7 +93,8 @@ def test_names_of_other_libraries_lead_to_keys_that_exist() -> None:
     for name, meant in NAMES.items():
         for section, keys in re.findall(r"\[(\w+)(?:\.NAME)?\] (\w+(?: and \w+)*)", meant):
             assert all(key in known[section] for key in keys.split(" and ")), name
-        assert name not in set().union(*known.values()), f"{name} is a key here too"
+        elsewhere = {key for section, keys in known.items() for key in keys if meant != f"[{section}] {key}"}
+        assert name not in elsewhere, f"{name} is a key here too"
 
 
 def test_keys_are_pinned() -> None:
@@ -252,6 +253,13 @@ def test_values_that_cannot_go_together() -> None:
     ):
         make_config(MINIMAL, far)
     assert make_config(MINIMAL, [*far, "cluster.trusted_network=true"]).cluster.trusted_network
+    data = {"kind": "dataset", "path": "p"}
+    with pytest.raises(ConfigError, match=r"\[task\] reward: two functions have the same name"):
+        make_config({**MINIMAL, "task": {**data, "reward": ["a.py:reward", "b.py:reward"]}})
+    with pytest.raises(ConfigError, match=r"\[task\] reward_weights: 1 for 2 reward functions"):
+        make_config({**MINIMAL, "task": {**data, "reward": ["a:one", "a:two"], "reward_weights": [1.0]}})
+    with pytest.raises(ConfigError, match=r"\[task\] reward is required"):
+        make_config({**MINIMAL, "task": {**data, "reward": []}})
     with pytest.raises(ConfigError, match=r"\[task\] command: give an agent or a command, not both"):
         make_config({**MINIMAL, "task": {"kind": "agent", "path": "p", "agent": "a:b", "command": ["c"]}})
     with pytest.raises(ConfigError, match=r"\[evaluate\] every"):

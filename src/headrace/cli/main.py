@@ -22,7 +22,7 @@ import msgspec
 import typer
 
 from headrace.bench.options import Bench, DeliveryBench, EngineBench, JournalBench, LoopBench, TrainBench, lines
-from headrace.cli import AsJson, ConfigPath, RunPath, Settings, doctor, launch, review
+from headrace.cli import AsJson, ConfigPath, RunPath, Settings, doctor, examples, launch, review
 from headrace.errors import (
     ConfigError,
     DataError,
@@ -475,6 +475,7 @@ app.command()(review.stall)
 app.command()(review.export)
 app.command()(review.convert)
 app.command()(doctor.doctor)
+app.command()(examples.examples)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ checked or started. So a run directory can be examined on a machine that does no
 """
 
 import ipaddress
+from collections.abc import Mapping
 
 from headrace.config.declared import (
     LossFacts,
@@ -26,6 +27,7 @@ from headrace.config.schema import (
     LoraConfig,
     PromptsSection,
     RolloutsConfig,
+    ScorerConfig,
     is_reference,
     names_of,
 )
@@ -58,8 +60,8 @@ def check_together(config: Config) -> None:
         _check_lora(config.lora)
     _check_bind("delivery", config.delivery.bind)
     _check_bind("gateway", config.gateway.bind)
-    if isinstance(config.task, DatasetTaskConfig) and config.task.reward is None and not config.scorers:
-        raise ConfigError("[task] reward is required, or a scorer in its place ([scorers.NAME])")
+    if isinstance(config.task, DatasetTaskConfig):
+        _check_rewards(config.task, config.scorers)
     if isinstance(config.task, AgentTaskConfig) and config.task.agent is not None and config.task.command:
         raise ConfigError("[task] command: give an agent or a command, not both")
     if isinstance(config.task, AgentTaskConfig) and config.rollouts.truncates:
@@ -83,6 +85,16 @@ def _check_run_name(name: str) -> None:
         raise ConfigError(
             f"[run] name: {one_line(name, 80)!r} is not the name of one folder ([run] directory is its path)"
         )
+
+
+def _check_rewards(task: DatasetTaskConfig, scorers: Mapping[str, ScorerConfig]) -> None:
+    rewards = task.named_rewards
+    if not rewards and not scorers:
+        raise ConfigError("[task] reward is required, or a scorer in its place ([scorers.NAME])")
+    if isinstance(task.reward, list) and len(rewards) < len(task.reward):
+        raise ConfigError("[task] reward: two functions have the same name; name one of them by [scorers.NAME] instead")
+    if task.reward_weights and len(task.reward_weights) != len(rewards):
+        raise ConfigError(f"[task] reward_weights: {len(task.reward_weights)} for {len(rewards)} reward functions")
 
 
 def _check_buffer(config: Config) -> None:

@@ -121,10 +121,20 @@ class DatasetTaskConfig(PromptsSection, frozen=True, kw_only=True, tag="dataset"
     """How a prompt that is text reaches the model. `chat`: as a user's message, by the chat template. `text`: as it is,
     after the token that the tokenizer puts before every text, if there is one (BOS). Base models without a chat
     template need `text`."""
-    reward: str | None = None
+    reward: str | list[str] | None = None
     """The reward function: `module:function`, or `path/to/file.py:function`. It is called with `completion` and with
     those fields of the line that its parameters name, such as `answer`. If a line lacks a field, the default of the
-    parameter is used; without a default, the rollout fails. Required unless there are `[scorers.NAME]`."""
+    parameter is used; without a default, the rollout fails. A list names several functions: each is recorded under the
+    name of the function, and the reward is their weighted sum. Required unless there are `[scorers.NAME]`."""
+    reward_weights: list[float] = []
+    """The weights of the reward functions, in their order. By default each weighs 1."""
+
+    @property
+    def named_rewards(self) -> dict[str, str]:
+        """The references to the reward functions by the names under which they are recorded."""
+        if isinstance(self.reward, list):
+            return {reference.rpartition(":")[2].rpartition(".")[2]: reference for reference in self.reward}
+        return {} if self.reward is None else {"reward": self.reward}
 
 
 class GymTaskConfig(TaskSection, frozen=True, kw_only=True, tag="gym"):

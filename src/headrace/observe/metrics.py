@@ -142,9 +142,19 @@ class _Feed:
 class MetricsLog:
     """A log that appends records `{"time": seconds since 1970, "kind": ..., ...}`. Only one thread may use it."""
 
-    def __init__(self, path: Path, *, trackers: Trackers | None = None) -> None:
-        """Open the log. Each record goes to the trackers too, and the trackers are closed with the file."""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        trackers: Trackers | None = None,
+        listener: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        """Open the log. Each record goes to the trackers and to `listener` too.
+
+        The trackers are closed with the file.
+        """
         self._trackers = trackers
+        self._listener = listener
         # Unbuffered, so that each record is one write, and no finished record is lost with the process.
         self._file = path.open("a+b", buffering=0)
         if self._file.tell() > 0:
@@ -159,6 +169,8 @@ class MetricsLog:
         self._file.write(line + b"\n")
         if self._trackers is not None:
             self._trackers.log(msgspec.json.decode(line))
+        if self._listener is not None:
+            self._listener(msgspec.json.decode(line))
 
     def close(self) -> None:
         """Close the file and the trackers. Idempotent."""

@@ -5,9 +5,9 @@ Functions that the controller uses (an advantage, a launcher, trackers) are impo
 transport or an engine, which only workers use and which may need torch, are found or read but not run.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ from headrace.tasks.gym import VERIFIER
 from headrace.tasks.gym import GymTask as Gym
 from headrace.tasks.records import Table, read_dataset, read_file
 
+GIVEN = "given in Python:"
+"""How a reference begins that stands for a Python object. A program gives the object itself."""
 OWN_REWARDS = ("environment", "agent")
 """The scorer names under which the rewards of environments and agents are recorded."""
 
@@ -63,13 +65,28 @@ class ReadyTask:
         await self.task.close()
 
 
-def check_inputs(config: Config, reward: Scorer | None = None) -> tuple[ReadyTask, ChatFormat]:
-    """Check all user input that needs no process. `reward` replaces the configured reward function."""
+@dataclass(frozen=True)
+class Given:
+    """What a program gives to a run as Python objects, in place of what the configuration names."""
+
+    rewards: Mapping[str, Scorer] = field(default_factory=dict)
+    """The task's reward functions, by name."""
+    factory: Callable[..., Task] | None = None
+    """The factory of an environment's task."""
+
+
+NOTHING = Given()
+
+
+def check_inputs(config: Config, given: Given = NOTHING) -> tuple[ReadyTask, ChatFormat]:
+    """Check all user input that needs no process."""
     chat = check_model(config)
-    task = make_task(config)
+    task = make_task(config, given)
     _check_template(chat, task)
     weights = {name: scorer.weight for name, scorer in config.scorers.items()}
-    scoring = Stage(make_scorers(config, reward), weights, timeout=config.scoring.timeout)
+    if isinstance(config.task, DatasetTaskConfig) and config.task.reward_weights:
+        weights |= zip(config.task.named_rewards, config.task.reward_weights, strict=True)
+    scoring = Stage(make_scorers(config, given), weights, timeout=config.scoring.timeout)
     return ReadyTask(task, scoring), chat
 
 
@@ -131,7 +148,7 @@ def named(key: str) -> Iterator[None]:
         raise ConfigError(f"{key}: {error}") from error
 
 
-def make_task(config: Config) -> Task:
+def make_task(config: Config, given: Given = NOTHING) -> Task:
     """Make the configured task."""
     held = config.evaluate.prompts or 0
     match config.task:
@@ -149,8 +166,11 @@ def make_task(config: Config) -> Task:
                 answer_pattern=task.answer_pattern,
             )
         case EnvironmentTaskConfig() as task:
-            given = {**task.config, "seed": config.run.seed, "heldout": held}
-            made: Task = call_factory(f"[task] factory: {task.factory}", import_function(task.factory), **given)
+            if given.factory is None:
+                refuse_given("[task] factory", task.factory)
+            factory = given.factory or import_function(task.factory)
+            arguments = {**task.config, "seed": config.run.seed, "heldout": held}
+            made: Task = call_factory(f"[task] factory: {task.factory}", factory, **arguments)
             return made
         case AgentTaskConfig() as task:
             agents = None
@@ -161,15 +181,27 @@ def make_task(config: Config) -> Task:
             return Agents(train, heldout, agents, timeout=task.timeout, demonstration_field=task.demonstration)
 
 
-def make_scorers(config: Config, reward: Scorer | None = None) -> dict[str, Scorer]:
-    """Make the scorers by name: the task's reward function (`reward` replaces it) and those of `[scorers.NAME]`."""
+def refuse_given(key: str, reference: str) -> None:
+    """Raise `ConfigError` if the configuration only says that a program gave a function, and no program does."""
+    if reference.startswith(GIVEN):
+        raise ConfigError(
+            f"{key}: {reference.removeprefix(GIVEN)!r} was given in Python; go on by headrace.train(resume=...), "
+            "with the same functions"
+        )
+
+
+def make_scorers(config: Config, given: Given = NOTHING) -> dict[str, Scorer]:
+    """Make the scorers by name: the task's reward functions and those of `[scorers.NAME]`."""
     scorers: dict[str, Scorer] = {}
     match config.task:
-        case DatasetTaskConfig(reward=reference):
-            if reward is not None:
-                scorers["reward"] = reward
-            elif reference is not None:
-                scorers["reward"] = _in_workers(config, reference)
+        case DatasetTaskConfig() as task:
+            if strange := given.rewards.keys() - task.named_rewards.keys():
+                own = ", ".join(task.named_rewards) or "none"
+                raise ConfigError(f"[task] reward: {', '.join(sorted(strange))} is not a reward of this run ({own})")
+            for name, reference in task.named_rewards.items():
+                if name not in given.rewards:
+                    refuse_given("[task] reward", reference)
+                scorers[name] = given.rewards.get(name) or _in_workers(config, reference)
         case GymTaskConfig() as gym:
             arguments = {"name": gym.name, "config": gym.config, "answer_pattern": gym.answer_pattern}
             scorers["verifier"] = _in_workers(config, VERIFIER, arguments)

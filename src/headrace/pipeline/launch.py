@@ -60,14 +60,13 @@ from headrace.observe.records import ENGINES, STRETCHES
 from headrace.observe.spans import RunClock, Timeline, timeline_damage
 from headrace.pipeline.commands import command_socket
 from headrace.pipeline.controller import Controller
-from headrace.pipeline.inputs import ReadyTask, check_inputs
+from headrace.pipeline.inputs import NOTHING, Given, ReadyTask, check_inputs
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Outputs
 from headrace.pipeline.trial import check_models
 from headrace.pipeline.waits import Status, Waits
 from headrace.review.summary import write_report, write_summary
 from headrace.run_dir import RunDir, set_aside, with_name, write_whole
-from headrace.scoring.base import Scorer
 from headrace.tasks.chat import ChatFormat
 from headrace.training.base import Checkpoint
 from headrace.training.checkpoints.remote_store import check_store
@@ -253,6 +252,10 @@ class RunSession:
         self._controller: Controller | None = None
         self._gateway: Relay | None = None
         self._status_failed = False
+        self._interrupt: Callable[[], object] | None = None
+        self._interrupted = False
+        self.listener: Callable[[dict[str, Any]], None] | None = None
+        """Is called with every record of `metrics.jsonl`, in the thread of the run. Must return at once."""
         self.outcome = "failed"
         """How the run ended: `finished`, `interrupted` or `failed`."""
         self.summary: dict[str, Any] = {}
@@ -267,6 +270,12 @@ class RunSession:
     def started(self) -> bool:
         """Whether all processes were ready, so that the run has something to go on from."""
         return self._controller is not None
+
+    def interrupt(self) -> None:
+        """End the run in order; if it is starting, or ends already, at once. Any thread may call this."""
+        self._interrupted = True
+        if self._interrupt is not None:
+            self._interrupt()
 
     def execute(self) -> RunSession:
         """Run to the end. Raises the `HeadraceError` that ended the run otherwise."""
@@ -361,7 +370,7 @@ class RunSession:
         if config.observe.trackers:
             settings = msgspec.to_builtins(config)
             trackers = Trackers(config.observe.trackers, config.run.name, settings, self.progress.note)
-        metrics = MetricsLog(run_dir.metrics, trackers=trackers)
+        metrics = MetricsLog(run_dir.metrics, trackers=trackers, listener=self.listener)
         if before.last_version != NO_VERSION:
             metrics.write("resumed", step=before.resume_step)
         pool = EnginePool(list(workers.engines.values()))
@@ -476,10 +485,10 @@ class RunSession:
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Handle Ctrl-C, in the program's main thread: the first one drains the run, the second ends it at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
+        """Handle `interrupt` and, in the program's main thread, Ctrl-C.
+
+        The first one drains the run, the second ends it at once.
+        """
         loop = asyncio.get_running_loop()
         main = asyncio.current_task()
 
@@ -491,13 +500,23 @@ class RunSession:
                 self.progress.note("stopping after what is in training (Ctrl-C again to stop at once)")
                 self._controller.stop()
 
-        loop.add_signal_handler(signal.SIGINT, interrupt)
-        loop.add_signal_handler(signal.SIGTERM, interrupt)
+        in_main = threading.current_thread() is threading.main_thread()
+        signals = (signal.SIGINT, signal.SIGTERM) if in_main else ()
+        for each in signals:
+            loop.add_signal_handler(each, interrupt)
+        self._interrupt = partial(loop.call_soon_threadsafe, interrupt)
+        if self._interrupted:
+            interrupt()
         try:
             yield
         finally:
-            loop.remove_signal_handler(signal.SIGINT)
-            loop.remove_signal_handler(signal.SIGTERM)
+            self._interrupt = None
+            for each in signals:
+                loop.remove_signal_handler(each)
+
+
+Execute = Callable[[RunSession], RunSession]
+"""Executes a session to its end, and returns it."""
 
 
 def first_cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -511,16 +530,17 @@ def first_cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
 def start_run(
     config: Config,
     progress: Progress,
-    reward: Scorer | None = None,
+    given: Given = NOTHING,
     *,
-    prompts: str | None = None,
+    files: Mapping[str, str] = {},
+    execute: Execute = RunSession.execute,
     overwrite: bool = False,
 ) -> RunSession:
     """Start a new run. A user's mistake that shows before the first version is served leaves no run directory behind.
 
-    Nor does Ctrl-C while the processes of the run start. `reward` replaces the configured reward function. `prompts`
-    holds JSON lines to write into the run directory, as `prompts.jsonl`. With `overwrite`, a run of the same name is
-    removed once the input of the new one is found to be right.
+    Nor does Ctrl-C while the processes of the run start. `given` replaces what the configuration names. `files` are
+    written into the run directory, each under its name. `execute` executes the session. With `overwrite`, a run of the
+    same name is removed once the input of the new one is found to be right.
     """
     config, names = pinned(with_name(config))
     for key, name in names.items():
@@ -536,16 +556,16 @@ def start_run(
         run_dir = RunDir.create(config)
         session = None
         try:
-            if prompts is not None:
-                (run_dir.path / "prompts.jsonl").write_text(prompts)
-            task, chat = check_inputs(config, reward)
+            for name, text in files.items():
+                (run_dir.path / name).write_text(text)
+            task, chat = check_inputs(config, given)
             check_models(config)
             remove_old()
             # The lock is held from here on: a resume of a run that is only starting is refused.
             with lock_run(run_dir.journal) as lock, run_dir.report_full_disk():
                 make_journal = partial(Journal, lock=lock)
                 session = RunSession(config, run_dir, progress, task, chat, journal=make_journal, hub_names=names)
-                return session.execute()
+                return execute(session)
         except (UserError, KeyboardInterrupt) as error:
             resumable = isinstance(error, DiskError) or (session is not None and session.began)
             if isinstance(error, KeyboardInterrupt):
@@ -585,11 +605,18 @@ def _scaled_to(found: Any, config: Config) -> list[int] | None:
     return sorted(set(found)) or None
 
 
-def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) -> RunSession:
+def resume_run(
+    path: str | Path,
+    progress: Progress,
+    settings: Iterable[str],
+    given: Given = NOTHING,
+    *,
+    execute: Execute = RunSession.execute,
+) -> RunSession:
     """Continue a run from its newest checkpoint, or begin it if it ended before it began.
 
     `settings` change its configuration; the changes are shown. The changed configuration is kept once every process has
-    started with it.
+    started with it. `given` and `execute` are those of `start_run`.
     """
     run_dir, before = RunDir.open(path)
     settings = list(settings)
@@ -598,24 +625,30 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) ->
     check_store(config, new=not run_dir.journal.is_file())
     if not run_dir.journal.is_file():
         with lock_run(run_dir.journal) as lock:
-            return _begin_again(run_dir, config, progress, partial(Journal, lock=lock))
+            return _begin_again(run_dir, config, progress, given, execute, partial(Journal, lock=lock))
     # The lock is held from here on: another resume of the same run is refused before it starts anything.
     with check_resumable(run_dir.journal) as lock:
         as_scaled = not any(ENGINE_KEYS.search(setting.partition("=")[0]) for setting in settings)
-        return _resume(run_dir, before, config, progress, partial(Journal, lock=lock), as_scaled=as_scaled)
+        journal = partial(Journal, lock=lock)
+        return _resume(run_dir, before, config, progress, given, execute, journal, as_scaled=as_scaled)
 
 
 def _begin_again(
-    run_dir: RunDir, config: Config, progress: Progress, make_journal: Callable[..., Journal]
+    run_dir: RunDir,
+    config: Config,
+    progress: Progress,
+    given: Given,
+    execute: Execute,
+    make_journal: Callable[..., Journal],
 ) -> RunSession:
     """Begin a run whose processes were ended before the first of them had anything to do."""
     if run_dir.metrics.exists() or any(run_dir.checkpoints.glob("step-*")) or (run_dir.path / "segments").exists():
         raise UserError(f"{run_dir.path}: nothing to resume (it has no journal.db)")
-    task, chat = check_inputs(config)
+    task, chat = check_inputs(config, given)
     check_models(config)
     progress.note("the run had ended before it began: it begins now")
     with run_dir.report_full_disk(), run_dir.with_trial_config(config):
-        return RunSession(config, run_dir, progress, task, chat, journal=make_journal).execute()
+        return execute(RunSession(config, run_dir, progress, task, chat, journal=make_journal))
 
 
 def _resume(
@@ -623,6 +656,8 @@ def _resume(
     before: Config,
     config: Config,
     progress: Progress,
+    given: Given,
+    execute: Execute,
     make_journal: Callable[..., Journal],
     *,
     as_scaled: bool,
@@ -631,7 +666,7 @@ def _resume(
     _refuse_finished(run_dir, config)
     for line in _set_damage_aside(run_dir, config.policy_name):
         progress.note(line)
-    task, chat = check_inputs(config)
+    task, chat = check_inputs(config, given)
     with open_readonly(run_dir.journal) as journal:
         meta, last = journal.meta(), journal.training_window()
     stretches = [*meta.get(STRETCHES, []), *([last] if last else [])]
@@ -650,7 +685,7 @@ def _resume(
         if line not in old:
             progress.note(f"config now: {line}")
     with run_dir.report_full_disk(), run_dir.with_trial_config(config):
-        return RunSession(
+        session = RunSession(
             config,
             run_dir,
             progress,
@@ -660,7 +695,8 @@ def _resume(
             tokenizer_known=known is not None,
             ranks=ranks,
             stretches=stretches,
-        ).execute()
+        )
+        return execute(session)
 
 
 def _refuse_finished(run_dir: RunDir, config: Config) -> None:

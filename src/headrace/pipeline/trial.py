@@ -17,9 +17,10 @@ from headrace.config.hub import model_dir, teacher_dir
 from headrace.config.memory import longest_sequence
 from headrace.config.model_dir import ModelFacts
 from headrace.errors import ConfigError, DataError, UserError
-from headrace.pipeline.inputs import ReadyTask, check_inputs, named
+from headrace.pipeline.inputs import ReadyTask, check_inputs, named, refuse_given
 from headrace.reference import describe, import_function
 from headrace.scoring.base import ScoreError
+from headrace.scoring.functions import LIST_STYLE
 from headrace.scoring.rewards import RewardScorer
 from headrace.tasks.chat import ChatFormat
 from headrace.types import Prompt
@@ -28,7 +29,7 @@ MEASURED = 2000
 """The most prompts whose lengths are measured. They are spread over the whole dataset."""
 MEASURED_GYM = 64
 """The same for questions that are generated when they are asked for."""
-GIVEN = ("completion", "prompt", "messages", "data", "completions", "prompts", "completion_ids")
+NOT_FIELDS = {"completion", "prompt", "messages", "data", *LIST_STYLE}
 """The arguments of a reward function that do not come from the fields of a prompt."""
 RESET_SECONDS = 30.0
 
@@ -42,17 +43,17 @@ class Tried:
     prompt: str = ""
     """The first prompt as the policy sees it; empty for agents, who write their messages themselves."""
     prompt_tokens: int = 0
-    reward: float | None = None
-    """The reward of the trial's answer; None if no reward function was called."""
     notes: list[str] = field(default_factory=list)
 
 
 def try_inputs(config: Config, facts: ModelFacts) -> Tried:
     """Check all input of a run, and try it on the first prompt. Raises `UserError` with one line."""
     check_models(config)
-    if isinstance(config.task, DatasetTaskConfig) and config.task.reward is not None:
-        with named("[task] reward"):
-            import_function(config.task.reward)
+    if isinstance(config.task, DatasetTaskConfig):
+        for reference in config.task.named_rewards.values():
+            refuse_given("[task] reward", reference)
+            with named("[task] reward"):
+                import_function(reference)
     if isinstance(config.task, AgentTaskConfig) and config.task.agent is not None:
         with named("[task] agent"):
             import_function(config.task.agent)
@@ -78,9 +79,10 @@ async def _try(config: Config, facts: ModelFacts, ready: ReadyTask, chat: ChatFo
             tried.prompt, tried.prompt_tokens = _rendered(chat, first, opening)
             _check_lengths(config, facts, ready.task.train, chat, tried)
         if isinstance(config.task, DatasetTaskConfig):
-            _check_fields(config.task, ready.task.train, tried)
+            for reference in config.task.named_rewards.values():
+                _check_fields(reference, config.task.path, ready.task.train, tried)
         await ready.scoring.start()
-        await _judge(ready, first, tried)
+        await _judge(config, ready, chat, first)
     finally:
         await ready.close()
     return tried
@@ -133,37 +135,34 @@ def _check_lengths(
         )
 
 
-def _check_fields(task: DatasetTaskConfig, prompts: Sequence[Prompt], tried: Tried) -> None:
-    """Compare the parameters of the reward function with the fields of the data."""
-    if task.reward is None:
-        return
-    function = import_function(task.reward)
-    for name, parameter in inspect.signature(function).parameters.items():
+def _check_fields(reward: str, path: str, prompts: Sequence[Prompt], tried: Tried) -> None:
+    """Compare the parameters of a reward function with the fields of the data."""
+    for name, parameter in inspect.signature(import_function(reward)).parameters.items():
         plain = parameter.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-        if not plain or name in GIVEN or parameter.default is not inspect.Parameter.empty:
+        if not plain or name in NOT_FIELDS or parameter.default is not inspect.Parameter.empty:
             continue
         without = sum(name not in prompt.data for prompt in prompts)
         if without == len(prompts):
             has = ", ".join(sorted({key for prompt in prompts[:100] for key in prompt.data})) or "no other fields"
-            raise ConfigError(
-                f"[task] reward: {task.reward} wants {name!r}, and no line of {task.path} has it (there are {has})"
-            )
+            raise ConfigError(f"[task] reward: {reward} wants {name!r}, and no line of {path} has it (there are {has})")
         if without:
             tried.notes.append(
-                f"[task] reward: {task.reward} wants {name!r}, and {without} of {len(prompts)} prompts do not have it: "
+                f"[task] reward: {reward} wants {name!r}, and {without} of {len(prompts)} prompts do not have it: "
                 "their rollouts fail (give the parameter a default)"
             )
 
 
-async def _judge(ready: ReadyTask, prompt: Prompt, tried: Tried) -> None:
+async def _judge(config: Config, ready: ReadyTask, chat: ChatFormat, prompt: Prompt) -> None:
     """Let every reward function judge one answer to this prompt."""
     answer = ready.task.demonstration(prompt)
+    # Even an answer without a word has a token, its end.
+    tokens = chat.encode(answer).tolist() if answer else list(chat.stop_token_ids[:1])
     for name, scorer in ready.scoring.scorers.items():
         if not isinstance(scorer, RewardScorer):
             continue
         try:
-            tried.reward = (await scorer.judge(prompt, answer or "")).reward
+            await scorer.judge(prompt, answer or "", tokens)
         except ScoreError as error:
-            key = "[task] reward" if name in ("reward", "verifier") else f"[scorers.{name}] scorer"
+            key = f"[scorers.{name}] scorer" if name in config.scorers else "[task] reward"
             what = "the demonstration of" if answer else "an empty answer to"
             raise ConfigError(f"{key}: tried with {what} the first prompt, {error}") from error

@@ -9,6 +9,7 @@ is left behind. Threads are for functions that exist only in this process, such 
 import asyncio
 import threading
 from abc import abstractmethod
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -56,17 +57,30 @@ class RewardScorer(Scorer):
         """The number of answers that took too long before the first judgement; None after a judgement."""
 
     async def score(self, ended: Ended) -> list[Score]:
-        """Return the judgement as a score."""
-        judgement = await self.judge(ended.prompt, ended.completion)
+        """Return the judgement as a score; none if the function does not judge answers to this prompt."""
+        tokens: list[int] = []
+        if ended.turns:
+            last = ended.turns[-1]
+            tokens = ended.rollout.traces[last.trace].token_ids[last.start : last.end].tolist()
+        judgement = await self.judge(ended.prompt, ended.completion, tokens)
+        if judgement.reward is None:
+            return []
         return [Score(value=judgement.reward, metrics=judgement.metrics, version=judgement.version)]
 
-    async def judge(self, prompt: Prompt, completion: str) -> Judgement:
+    async def judge(self, prompt: Prompt, completion: str, token_ids: Sequence[int] = ()) -> Judgement:
         """Judge an answer. Answers are judged in the order in which they are asked for.
 
         Raises `ScoreError` if the function raised, gave no number, took too long, or died. The function's time limit
-        counts from when a worker or a thread starts on the answer.
+        counts from when a worker or a thread starts on the answer. `token_ids` are those of the answer.
         """
-        question = Question(completion=completion, messages=prompt.messages or [], text=prompt.text, data=prompt.data)
+        question = Question(
+            completion=completion,
+            messages=prompt.messages or [],
+            text=prompt.text,
+            data=prompt.data,
+            as_text=prompt.as_text,
+            token_ids=list(token_ids),
+        )
         # Each earlier judgement takes a limited time, so this deadline is not reached while judgements go on.
         longest = (self._waiting // self._count + 2) * self._longest_turn
         self._waiting += 1

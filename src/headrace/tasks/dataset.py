@@ -210,7 +210,8 @@ def _prompt(row: Any, where: str, form: PromptFormat, id: str | None) -> Prompt:
         if isinstance(id, bool) or not isinstance(id, str | int) or id == "":
             raise DataError(f'{where}: "id" must be text or a whole number, not {_kind(id)}')
     if form.chat:
-        return Prompt(id=str(id), messages=_messages(record["prompt"], where, form.system), data=data)
+        messages = _messages(record["prompt"], where, form.system)
+        return Prompt(id=str(id), messages=messages, data=data, as_text=isinstance(record["prompt"], str))
     if not isinstance(record["prompt"], str) or not record["prompt"]:
         kind = _kind(record["prompt"])
         raise DataError(f'{where}: "prompt" must be text, because [task] format = "text", not {kind}')

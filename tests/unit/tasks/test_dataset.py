@@ -32,6 +32,7 @@ def test_text_and_messages_become_prompts(tmp_path: Path) -> None:
         id="first",
         messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"}],
         data={"answer": "4"},
+        as_text=True,
     )
     assert chat == Prompt(id="7", messages=messages, data={"answer": [1, {"deep": None}]})
     assert load_prompts(path)[0].messages == [{"role": "user", "content": "What is 2+2?"}]

@@ -73,7 +73,10 @@ def test_rows_that_are_not_in_memory_are_read_when_they_are_asked_for() -> None:
     assert ids == {f"train-{n}" for n in range(20)}
     assert read[20:] == sorted(read[20:35]) + sorted(read[35:])
     assert prompts[7] == Prompt(
-        id="train-7", messages=[{"role": "user", "content": "what is 7?"}], data={**prompts[7].data, "answer": "7"}
+        id="train-7",
+        messages=[{"role": "user", "content": "what is 7?"}],
+        data={**prompts[7].data, "answer": "7"},
+        as_text=True,
     )
     same = Prompts(Table(ROWS[3:4], "another", ids="heldout-"), PromptFormat(fields=FIELDS))
     with pytest.raises(DataError, match=r"another, row 1: this prompt is also trained on \(a dataset, row 4\)"):

@@ -12,6 +12,7 @@ import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -251,7 +252,13 @@ def hosts_of(config: Config) -> list[Host]:
         finally:
             await launcher.stop(0.0)
 
-    return asyncio.run(ask())
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(ask())
+    # In a notebook, an event loop runs in this thread already.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, ask()).result()
 
 
 def _forks_are_safe(config: Config) -> bool:
