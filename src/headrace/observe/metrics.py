@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import UserError
+from headrace.observe.curves import rewards_of
 from headrace.reference import describe, import_function
 from headrace.types import Group, without_republished
 
@@ -35,7 +36,7 @@ CLOSE_SECONDS = 10.0
 """Seconds that a tracker has for the remaining records when the run ends."""
 
 MEMORY = 2048
-"""The number of latest rollouts of each kind that are compared."""
+"""The number of latest generated rollouts that are compared with the trained ones among them."""
 FEWEST = 256
 """With fewer rollouts than this of either kind, nothing is reported."""
 TOLERANCE = 0.1
@@ -195,7 +196,7 @@ def describe_end(group: Group, outcome: str, version: int, republished: Sequence
     A version that was published again makes no group older.
     """
     usable = group.usable
-    rewards = [rollout.reward for rollout in usable if rollout.reward is not None]
+    rewards = rewards_of(group)
     oldest = [trace.oldest_version for rollout in usable for trace in rollout.traces if trace.trained.any()]
 
     def behind(older: int) -> int:
@@ -207,6 +208,8 @@ def describe_end(group: Group, outcome: str, version: int, republished: Sequence
         "tokens": float(np.mean([rollout.sampled_tokens for rollout in usable])) if usable else None,
         "longest": max((rollout.sampled_tokens for rollout in usable), default=None),
         "reward": float(np.mean(rewards)) if rewards else None,
+        "reward_std": float(np.std(rewards)) if rewards else None,
+        "truncated": float(np.mean([rollout.ending == "truncated" for rollout in usable])) if usable else None,
         "age": behind(group.version),
         "lag": behind(min(oldest)) if oldest else None,
     }
@@ -220,33 +223,46 @@ def ks_distance(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64]) -> 
 
 
 class LengthDrift:
-    """The latest lengths of generated and of trained rollouts: dropping or filtering may favour short ones.
+    """The lengths of the answers of the latest groups, all of them and the trained ones.
 
-    A warning needs a Kolmogorov-Smirnov distance that chance does not explain.
+    Dropping or filtering may favour short answers. Both samples are of the same groups, so that lengths which merely
+    change from step to step are no difference. A warning needs a Kolmogorov-Smirnov distance that chance does not
+    explain.
     """
 
     def __init__(self) -> None:
-        self.generated: deque[int] = deque(maxlen=MEMORY)
-        """The lengths of rollouts that have ended, whether they are trained later or not."""
-        self.trained: deque[int] = deque(maxlen=MEMORY)
+        self._groups: deque[tuple[list[int], list[int]]] = deque()
+        self._answers = 0
         self._warned = False
+
+    def ended(self, generated: Sequence[int], trained: Sequence[int]) -> None:
+        """Take a group that has ended: the lengths of all its answers, and of those that were trained."""
+        self._groups.append((list(generated), list(trained)))
+        self._answers += len(generated)
+        while self._answers - len(self._groups[0][0]) >= MEMORY:
+            self._answers -= len(self._groups.popleft()[0])
+
+    def _samples(self) -> tuple[list[int], list[int]]:
+        return [n for all_, _ in self._groups for n in all_], [n for _, kept in self._groups for n in kept]
 
     def distance(self) -> float | None:
         """Return the distance between the two samples; None until both are large enough."""
-        if min(len(self.generated), len(self.trained)) < FEWEST:
+        generated, trained = self._samples()
+        if min(len(generated), len(trained)) < FEWEST:
             return None
-        return ks_distance(np.array(self.generated, np.int64), np.array(self.trained, np.int64))
+        return ks_distance(np.array(generated, np.int64), np.array(trained, np.int64))
 
     def warning(self) -> str | None:
         """Return a line when the distance becomes too large; it is repeated only after the distance was small."""
         distance = self.distance()
         if distance is None:
             return None
-        chance = CRITICAL * math.sqrt(1 / len(self.generated) + 1 / len(self.trained))
+        generated, trained = self._samples()
+        chance = CRITICAL * math.sqrt(1 / len(generated) + 1 / len(trained))
         before, self._warned = self._warned, distance > max(TOLERANCE, chance)
         if before or not self._warned:
             return None
-        means = [sum(lengths) / len(lengths) for lengths in (self.trained, self.generated)]
+        means = [sum(lengths) / len(lengths) for lengths in (trained, generated)]
         return (
             f"trained answers are not like the generated ones: mean length {means[0]:.1f} against {means[1]:.1f} "
             f"(Kolmogorov-Smirnov distance {distance:.2f}); something drops or filters by length"
