@@ -22,6 +22,8 @@ WAITING_STEPS, WAITING_SECONDS = 20, 120.0
 GROUPS, FEWEST_GROUPS = 64, 16
 """The number of latest groups that the rules of groups look at, and the fewest with which they say anything."""
 REASON_LENGTH = 200
+FAR = 0.2
+"""A KL divergence in nats a token that is far too large for one step. Healthy runs stay below a tenth of it."""
 
 Record = Mapping[str, Any]
 
@@ -84,7 +86,9 @@ class Advisor:
         rules: list[Callable[[History], Advice | None]] = [_skipped, _far, _collapsed, _truncated, _longer]
         if self._settings.compares:
             rules.append(_equal)
-        yield from (advice for rule in rules if (advice := rule(history)) is not None)
+        for rule in rules:
+            if (advice := rule(history)) is not None:
+                yield advice if history.jump is None or history.gained() else _jumped(history, advice)
         if not self._settings.synchronous and (advice := _waiting(history)) is not None:
             yield advice
 
@@ -120,6 +124,8 @@ class History:
         self.latest: deque[Record] = deque(maxlen=WAITING_STEPS)
         self.best: float | None = None
         """The largest reward of a single answer so far."""
+        self.jump: float | None = None
+        """The largest KL divergence so far from the policy that sampled, if it was far too large for one step."""
         self.varied = False
         """Whether there was ever a step in which most groups had different rewards."""
 
@@ -130,6 +136,8 @@ class History:
         self.latest.append(record)
         if (most := record.get("reward_max")) is not None:
             self.best = most if self.best is None else max(self.best, most)
+        if (apart := record.get("kl_k3")) is not None and apart >= FAR:
+            self.jump = max(apart, self.jump or 0.0)
         zero_variance = record.get("zero_variance")
         self.varied = self.varied or (zero_variance is not None and zero_variance < 0.5)
 
@@ -166,11 +174,18 @@ def _skipped(history: History) -> Advice | None:
 def _far(history: History) -> Advice | None:
     """Return advice if the policy moves so far within a step that the samples no longer describe it."""
     apart = history.last("kl_k3", SHORT)
-    if not apart or median(apart) < 0.2:
+    if not apart or median(apart) < FAR:
         return None
     return _too_fast(
         history, f"the KL divergence from the policy that sampled was {median(apart):.2g} in the last {SHORT} steps"
     )
+
+
+def _jumped(history: History, consequence: Advice) -> Advice:
+    """Return the cause of what was found in a run whose policy has jumped before: the jump."""
+    if consequence.cause == "learning_rate":
+        return consequence
+    return _too_fast(history, f"the policy jumped (KL divergence {history.jump:.2g} in a step) and does not recover")
 
 
 def _too_fast(history: History, sign: str) -> Advice:

@@ -87,6 +87,12 @@ def test_a_collapse_hides_its_consequences() -> None:
     assert causes == ["collapse"]
 
 
+def test_a_jump_is_the_cause_of_what_follows_it() -> None:
+    begin = [healthy(0), healthy(0) | {"kl_k3": 0.6}, healthy(0) | {"kl_k3": 0.6}]
+    after = {"reward": 0.0, "reward_min": 0.0, "reward_max": 0.0, "zero_variance": 1.0, "truncated": 0.9}
+    assert advised(begin + [healthy(0) | after for _ in range(20)]) == [(13, "learning_rate")]
+
+
 def test_answers_that_are_cut_off() -> None:
     assert advised(broken(truncated=0.9)) == [(10, "truncated")]
     learning_to_end = [healthy(0) | {"truncated": 1.0 - 0.02 * step} for step in range(25)]
