@@ -17,6 +17,9 @@ pytestmark = pytest.mark.slow
 REWARDS = """
 import re, urllib.request
 
+def vowels(completion, **fields):
+    return sum(letter in "aeiou" for letter in completion) / max(1, len(completion))
+
 def constant(completion, **fields):
     return 0.5
 
@@ -30,33 +33,21 @@ def judge(completion, **fields):
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model after its warm start: it answers, and some of its answers are right."""
-    folder = tmp_path_factory.mktemp("warm")
-    settings = small_settings(
-        folder, "run.versions=1", "warm_start.steps=250", "warm_start.batch=64", "evaluate.prompts=0"
-    )
-    done = headrace("train", str(QUICKSTART), *(word for setting in settings for word in ("--set", setting)))
-    assert done.returncode == 0, done.stderr
-    return Run(folder / NAME).model_dir
-
-
-def advised(folder: Path, model: Path, *more: str) -> tuple[list[dict[str, Any]], str]:
+def advised(folder: Path, *more: str) -> tuple[list[dict[str, Any]], str]:
     """Run twenty versions; return the advice in its metrics, and everything that the run printed."""
+    (folder / "rewards.py").write_text(REWARDS)
     settings = small_settings(
         folder,
-        f"model.path={model}",
-        "model.weights=load",
-        "warm_start.steps=0",
         "run.versions=20",
+        "warm_start.steps=10",
+        "warm_start.batch=16",
         "rollouts.group_size=8",
         "rollouts.max_tokens=16",
-        "buffer.groups=8",
         "engine.slots=64",
         "evaluate.prompts=0",
         "observe.display=plain",
-        *more,
+        f"task.reward={folder / 'rewards.py'}:vowels",
+        *(setting.format(rewards=folder / "rewards.py") for setting in more),
     )
     done = headrace("train", str(QUICKSTART), *(word for setting in settings for word in ("--set", setting)))
     records = read_metrics(folder / NAME / "metrics.jsonl")
@@ -68,18 +59,20 @@ BROKEN = {
     "constant": (("task.reward={rewards}:constant",), "constant_reward", "every answer earned 0.5"),
     "unparsed": (("task.reward={rewards}:unparsed",), "zero_reward", "does not find the answers"),
     "learning rate": (("training.learning_rate=3e-2",), "learning_rate", "[training] learning_rate"),
-    "truncation": (("rollouts.max_tokens=4",), "truncated", "[rollouts] max_tokens"),
-    "filter": (("rollouts.max_tokens=2", "buffer.filter=['overlong']"), "filter", "the filter 'overlong' left out"),
+    "truncation": (("rollouts.max_tokens=2",), "truncated", "[rollouts] max_tokens"),
+    "filter": (
+        ("task.reward={rewards}:constant", "buffer.filter=['zero_variance']", "rollouts.group_size=2"),
+        "filter",
+        "the filter 'zero_variance' left out",
+    ),
     "judge": (("task.reward={rewards}:judge",), "failing", "Connection refused"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_run_gets_the_right_advice(tmp_path: Path, model: Path, name: str) -> None:
+def test_a_broken_run_gets_the_right_advice(tmp_path: Path, name: str) -> None:
     settings, cause, words = BROKEN[name]
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    more = [setting.format(rewards=tmp_path / "rewards.py") for setting in settings]
-    found, said = advised(tmp_path, model, *more)
+    found, said = advised(tmp_path, *settings)
     assert [advice["cause"] for advice in found] == [cause], found
     [advice] = found
     assert words in advice["line"]
@@ -93,7 +86,7 @@ def test_a_broken_run_gets_the_right_advice(tmp_path: Path, model: Path, name: s
 HEALTHY = [
     *[(f"run.seed={seed}",) for seed in range(1, 6)],
     *[("rollouts.group_size=4", f"run.seed={seed}") for seed in (6, 7)],
-    ("rollouts.group_size=16", "buffer.groups=4"),
+    ("rollouts.group_size=16", "buffer.groups=2"),
     *[(f"algorithm.loss={loss}",) for loss in ("dapo", "cispo", "gspo", "reinforce", "sapo", "dppo_tv")],
     ("buffer.depth=0",),
     ("buffer.depth=3",),
@@ -105,8 +98,8 @@ HEALTHY = [
 
 
 @pytest.mark.parametrize("settings", HEALTHY, ids=" ".join)
-def test_a_healthy_run_gets_none(tmp_path: Path, model: Path, settings: tuple[str, ...]) -> None:
-    found, said = advised(tmp_path, model, *settings)
+def test_a_healthy_run_gets_none(tmp_path: Path, settings: tuple[str, ...]) -> None:
+    found, said = advised(tmp_path, *settings)
     assert found == []
     assert "advice" not in said and "not like the generated ones" not in said
     assert len(Run(tmp_path / NAME).history) == 20
