@@ -108,7 +108,10 @@ class JournalReader:
         Steps of older releases have only the metrics of the loss.
         """
         sql = "SELECT metrics FROM steps WHERE objective = 'policy' ORDER BY step"
-        return [msgspec.json.decode(text, type=dict[str, float | None]) for (text,) in self._db.execute(sql)]
+        try:
+            return [msgspec.json.decode(text, type=dict[str, float | None]) for (text,) in self._db.execute(sql)]
+        except msgspec.DecodeError as error:
+            raise DataError(f"the metrics of a step in the journal are not numbers by name: {error}") from error
 
     def step(self, step: int, policy: str | None = None) -> StepRecord | None:
         """Return one optimizer step, of this policy if the run has several; None if there is no such step."""

@@ -54,7 +54,7 @@ from headrace.gateway.agents import AgentTask
 from headrace.gateway.episode import AgentEpisode
 from headrace.gateway.relay import KEY_VARIABLE, Relay, checked_key
 from headrace.gateway.session import new_key
-from headrace.observe.metrics import MetricsLog, reported_step
+from headrace.observe.metrics import MetricsLog, read_metrics, reported_step
 from headrace.observe.progress import Progress
 from headrace.observe.prometheus import Gauges, parse_address, serve_gauges
 from headrace.observe.records import ENGINES
@@ -360,6 +360,7 @@ class RunSession:
             )
         self._gauges = Gauges(config.run.name) if config.observe.prometheus else None
         metrics = MetricsLog(run_dir.metrics, trackers=trackers, gauges=self._gauges)
+        known = read_metrics(run_dir.metrics)
         if before.last_version != NO_VERSION:
             metrics.write("resumed", step=before.resume_step)
         pool = EnginePool(list(workers.engines.values()))
@@ -390,6 +391,7 @@ class RunSession:
             agents=partial(AgentEpisode, relay=relay) if relay is not None and isinstance(task, AgentTask) else None,
             max_length=self._longest_sequence,
         )
+        parts.recorder.remember(known)
         journal.meta("name", config.run.name)
         if not self._tokenizer_known:
             journal.meta("tokenizer", self._chat.digest)

@@ -7,7 +7,7 @@ are checked while they are written: a group or rollout that would end twice, or 
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
@@ -102,6 +102,12 @@ class Recorder:
     def now(self) -> float:
         """Return the wall time, as the journal stores it."""
         return self._clock.to_wall(time.monotonic())
+
+    def remember(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Take the metrics that previous processes have written: what was advised then is not advised again."""
+        for record in records:
+            if record.get("kind") == "step" and record.get("objective") == "policy":
+                self._advisor.step(record)
 
     # ---- groups
 

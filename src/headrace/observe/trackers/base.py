@@ -102,8 +102,12 @@ def find_tracker(name: str, options: Mapping[str, Any], folder: Path | None = No
     else:
         make, given = import_function(name), dict(options)
     try:
-        signature(make).bind(**given)
+        taken = signature(make)
+    except ValueError:  # Some callables that are not written in Python do not say what they take.
+        return lambda: make(**given)
+    try:
+        taken.bind(**given)
     except TypeError as error:
-        known = ", ".join(key for key in signature(make).parameters if key != "folder") or "none"
+        known = ", ".join(key for key in taken.parameters if key != "folder") or "none"
         raise ConfigError(f"tracker_options.{name}: {error} (its options: {known})") from error
     return lambda: make(**given)
