@@ -18,7 +18,8 @@ REWARDS = """
 import re, urllib.request
 
 def vowels(completion, **fields):
-    return sum(letter in "aeiou" for letter in completion) / max(1, len(completion))
+    # What is too long earns nothing, so that answers are not cut off for long.
+    return sum(letter in "aeiou" for letter in completion) / max(1, len(completion)) * (len(completion) <= 12)
 
 def constant(completion, **fields):
     return 0.5
