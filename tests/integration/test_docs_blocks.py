@@ -16,7 +16,6 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -61,7 +60,7 @@ TASKS = {
 }
 """Pages with a task that is trained with, and the settings that choose it."""
 
-OWN_TESTS = ("async def alternatives(", "def adapted_core(", 'run.post("/sessions"', "class WeightsAndBiases:")
+OWN_TESTS = ("async def alternatives(", "def adapted_core(", 'run.post("/sessions"')
 """Texts of Python blocks that have tests of their own below."""
 
 LORA_MESSAGE = (
@@ -297,22 +296,6 @@ async def test_the_adapted_core_of_the_engine_page(reader: Reader) -> None:
     finally:
         await engine.close()
     assert deltas[-1].finish is not None
-
-
-def test_the_tracker_for_wandb(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, Any]] = []
-    wandb = ModuleType("wandb")
-    wandb.init = lambda **given: calls.append(("init", given))  # type: ignore[attr-defined]
-    wandb.log = lambda numbers: calls.append(("log", numbers))  # type: ignore[attr-defined]
-    wandb.finish = lambda: calls.append(("finish", None))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    tracker = names_in(reader, OWN_TESTS[3])["WeightsAndBiases"]()
-    tracker.start("first", {"run": {}})
-    tracker.log({"kind": "step", "time": 3.0, "step": 1, "reward": 0.5, "objective": "policy"})
-    tracker.close()
-    (_, given), *rest = calls
-    assert (given["id"], given["config"]) == ("first", {"run": {}})
-    assert rest == [("log", {"step/step": 1, "step/reward": 0.5}), ("finish", None)]
 
 
 @pytest.mark.parametrize("page", TASKS)
