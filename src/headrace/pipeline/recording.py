@@ -240,6 +240,8 @@ class Recorder:
             why = "its batch has no token to train" if math.isfinite(report.grad_norm) else "its gradient is not finite"
             notes.append(f"step {batch.step} was skipped: {why}")
 
+        advised = self._journalled(self._advisor.step(figures), batch.step) if batch.objective == "policy" else []
+
         def tell() -> None:
             for end in ends:
                 self._metrics.write("group", **end)
@@ -247,19 +249,27 @@ class Recorder:
             for line in notes:
                 self.note(line)
             self._show_step(batch, lags, reward)
-            if batch.objective == "policy":
-                self._advise(self._advisor.step(figures))
+            for advice in advised:
+                self._tell(advice)
 
         self._unreported.append((self.journal.step(step, lags, curves, batch.policy), tell))
         self._report_steps()
 
     def _advise(self, found: Sequence[Advice]) -> None:
-        """Show and record why the run does not learn."""
-        for advice in found:
-            told = {"cause": advice.cause, "step": max(0, self.shown.step), "line": advice.line}
-            self.journal.meta(f"{ADVICE}{advice.cause}", told, once=True)
-            self._metrics.write("advice", **told)
-            self.note(f"advice: {advice.line}")
+        """Record and show why the run does not learn."""
+        for advice in self._journalled(found, max(0, self.shown.step)):
+            self._tell(advice)
+
+    def _journalled(self, found: Sequence[Advice], step: int) -> list[dict[str, Any]]:
+        """Journal advice. Return it as records, which are told when the step is."""
+        records = [{"cause": advice.cause, "step": step, "line": advice.line} for advice in found]
+        for record in records:
+            self.journal.meta(f"{ADVICE}{record['cause']}", record, once=True)
+        return records
+
+    def _tell(self, advice: dict[str, Any]) -> None:
+        self._metrics.write("advice", **advice)
+        self.note(f"advice: {advice['line']}")
 
     def _report_steps(self) -> None:
         """Report the steps whose records are on the disk."""
