@@ -6,6 +6,7 @@ falls too far behind, is switched off with one note, and the run continues. Clos
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ ROOM = 10_000
 """The number of records that may wait for a tracker."""
 POLL_SECONDS = 1.0
 CLOSE_SECONDS = 10.0
-"""Seconds that a tracker has for the remaining records when the run ends."""
+"""Seconds that all trackers together have for the remaining records when the run ends."""
 
 
 class Trackers:
@@ -50,9 +51,12 @@ class Trackers:
         self._drop_failed()
 
     def close(self) -> None:
-        """Let every tracker finish and close, within `CLOSE_SECONDS` each. Idempotent."""
+        """Let all trackers finish and close, within `CLOSE_SECONDS`. Idempotent."""
+        deadline = time.monotonic() + CLOSE_SECONDS
         for feed in self._feeds:
-            feed.close()
+            feed.log(None)
+        for feed in self._feeds:
+            feed.join(deadline)
         self._drop_failed()
         self._feeds = []
 
@@ -81,9 +85,9 @@ class _Feed:
         except queue.Full:
             self.failure = self.failure or f"is {ROOM} records behind"
 
-    def close(self) -> None:
-        self.log(None)
-        self._thread.join(CLOSE_SECONDS)
+    def join(self, deadline: float) -> None:
+        """Wait until the tracker is closed. Records end with None."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self.failure = self.failure or f"did not close in {CLOSE_SECONDS:g} s"
 
