@@ -53,9 +53,8 @@ class CurveTracker(ABC):
         """End the run."""
 
     def log(self, record: Record) -> None:
-        """Draw the numbers of a record. A record that is not of a step is drawn at the latest step."""
-        if record["kind"] == "step":
-            self._step = record["step"]
+        """Draw the numbers of a record. A record that names no step, such as an evaluation, is drawn at the latest."""
+        self._step = record.get("step", self._step)
         if numbers := numbers_of(record):
             self.write(self._step, numbers, record["time"])
 
