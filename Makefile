@@ -8,6 +8,8 @@ RAY_STAMP := $(VENV)/.installed-ray
 WHEEL_VENV := .venv-wheel
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+TRACKERS_VENV := .venv-trackers
+TRACKERS_STAMP := $(TRACKERS_VENV)/.installed
 VLLM_VERSION := 0.32.0
 VLLM_TORCH := 2.13.0
 # By files, in their order (tests/conftest.py): tests of one file share what they have set up.
@@ -16,7 +18,7 @@ THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # Compiled bytecode is kept, also where the environment forbids it: tests start hundreds of processes.
 THREADS += PYTHONDONTWRITEBYTECODE=
 
-.PHONY: setup quickstart quickstart-control test lint fmt docs unit slow gpu chaos attack kills examples smollm2 vllm test-vllm cluster wheel clean
+.PHONY: setup quickstart quickstart-control test lint fmt docs unit slow gpu chaos attack kills examples smollm2 vllm test-vllm trackers cluster wheel clean
 
 setup: $(STAMP)
 
@@ -102,6 +104,19 @@ test-vllm: setup vllm
 	$(BIN)/python examples/smollm2/fetch.py
 	$(THREADS) HEADRACE_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/pytest -m vllm $(PARALLEL) tests/vllm_server
 
+# A run with the real packages of all trackers, in an environment of their own: with them, everything else is .venv's.
+trackers: setup $(TRACKERS_STAMP)
+	$(THREADS) $(TRACKERS_VENV)/bin/python -m pytest -m trackers tests/trackers
+
+PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+$(TRACKERS_STAMP): pyproject.toml | $(STAMP)
+	test -x $(TRACKERS_VENV)/bin/python || $(PYTHON) -m venv $(TRACKERS_VENV)
+	$(TRACKERS_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(TRACKERS_VENV)/bin/python -m pip install --quiet wandb tensorboard mlflow trackio
+	$(TRACKERS_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	$(BIN)/python $(PURELIB) > $$($(TRACKERS_VENV)/bin/python $(PURELIB))/behind.pth
+	touch $(TRACKERS_STAMP)
+
 # Several hosts of network namespaces on this machine, with a real Ray cluster on them. Needs root, on Linux.
 cluster: $(RAY_STAMP)
 	command -v ip || (apt-get update && apt-get install --yes iproute2)
@@ -131,4 +146,4 @@ docs: setup
 	$(BIN)/python docs/make_configuration.py
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(WHEEL_VENV) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(TRACKERS_VENV) $(WHEEL_VENV) build dist .mypy_cache .ruff_cache .pytest_cache

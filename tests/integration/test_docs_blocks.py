@@ -16,7 +16,6 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -61,9 +60,7 @@ TASKS = {
 }
 """Pages with a task that is trained with, and the settings that choose it."""
 
-OWN_TESTS = (
-    "async def alternatives(", "def adapted_core(", 'run.post("/sessions"', "class WeightsAndBiases:", "GRPOTrainer(",
-)  # fmt: skip
+OWN_TESTS = ("async def alternatives(", "def adapted_core(", 'run.post("/sessions"', "GRPOTrainer(")
 """Texts of Python blocks that have tests of their own below."""
 
 NO_PROMPT = (
@@ -305,25 +302,9 @@ async def test_the_adapted_core_of_the_engine_page(reader: Reader) -> None:
     assert deltas[-1].finish is not None
 
 
-def test_the_tracker_for_wandb(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, Any]] = []
-    wandb = ModuleType("wandb")
-    wandb.init = lambda **given: calls.append(("init", given))  # type: ignore[attr-defined]
-    wandb.log = lambda numbers: calls.append(("log", numbers))  # type: ignore[attr-defined]
-    wandb.finish = lambda: calls.append(("finish", None))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    tracker = names_in(reader, OWN_TESTS[3])["WeightsAndBiases"]()
-    tracker.start("first", {"run": {}})
-    tracker.log({"kind": "step", "time": 3.0, "step": 1, "reward": 0.5, "objective": "policy"})
-    tracker.close()
-    (_, given), *rest = calls
-    assert (given["id"], given["config"]) == ("first", {"run": {}})
-    assert rest == [("log", {"step/step": 1, "step/reward": 0.5}), ("finish", None)]
-
-
 def test_the_script_of_trl_becomes_one_call() -> None:
     """The page shows both scripts. Every name of TRL in them has its row in the table of the page."""
-    theirs = python_block(OWN_TESTS[4])
+    theirs = python_block(OWN_TESTS[3])
     calls = [node for node in ast.walk(ast.parse(theirs.text)) if isinstance(node, ast.Call)]
     used = {
         keyword.arg

@@ -63,7 +63,7 @@ KEYS = {
     "gateway": {"serve", "bind", "port", "connections", "max_body", "queue"},
     "pipeline": {"launcher", "stall_seconds", "start_seconds", "restarts", "one_gpu", "record"},
     "cluster": {"hosts", "address", "silence_seconds", "wait_seconds", "trusted_network"},
-    "observe": {"display", "timeline", "keep_rollouts", "trackers"},
+    "observe": {"display", "timeline", "keep_rollouts", "trackers", "tracker_options", "prometheus"},
 }  # fmt: skip
 
 LOSSES = sorted(path.stem for path in Path("src/headrace/algorithms/losses/policy").glob("[!_]*.py"))

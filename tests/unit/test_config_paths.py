@@ -18,7 +18,7 @@ chat_template = "chat.jinja"
 kind = "dataset"
 path = "data/train.jsonl"
 heldout_path = "../heldout.csv"
-reward = "rewards.py:reward"
+reward = ["rewards.py:right", "my.rewards:short"]
 system = "read file.py:main"
 
 [scorers.short]
@@ -30,6 +30,15 @@ loss = "losses.py:loss"
 
 [training]
 checkpoint_directory = "checkpoints"
+
+[observe]
+trackers = ["wandb", "track.py:Own"]
+
+[observe.tracker_options.wandb]
+directory = "logs"
+
+[observe.tracker_options."track.py:Own"]
+file = "its own.py:words"
 
 [engine]
 kind = "vllm"
@@ -56,11 +65,14 @@ def test_paths_follow_the_toml_and_outputs_the_working_directory(project: Path) 
         assert config.model.chat_template == str(project / "chat.jinja")
         assert config.task.path == str(project / "data/train.jsonl")
         assert config.task.heldout_path == str(project.parent / "heldout.csv")
-        assert config.task.reward == f"{project}/rewards.py:reward"
+        assert config.task.reward == [f"{project}/rewards.py:right", "my.rewards:short"]
         assert config.task.system == "read file.py:main"
         assert config.scorers["short"].scorer == f"{project}/scorers/short.py:Short"
         assert config.scorers["short"].config == {"file": "its own.py:words"}
         assert config.algorithm.loss == f"{project}/losses.py:loss"
+        own = f"{project}/track.py:Own"
+        assert config.observe.trackers == ["wandb", own]
+        assert config.observe.tracker_options == {"wandb": {"directory": "logs"}, own: {"file": "its own.py:words"}}
         assert config.engine.python == f"{project}/venv/bin/python"
         assert config.training.checkpoint_directory == str(Path.cwd() / "checkpoints")
         assert config.run.directory == "runs"

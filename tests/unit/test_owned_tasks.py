@@ -55,7 +55,7 @@ OWNERS = {
     "headrace/gateway/completions.py:Completions": FUTURES,
     "headrace/gateway/completions.py:Completions._draw": AWAITED,
     "headrace/gateway/gateway.py:Gateway.listen": "`Gateway.watch` raises its error, which ends the process.",
-    "headrace/observe/metrics.py:_Feed.__init__": "The tracker is switched off, with a line.",
+    "headrace/observe/trackers/feed.py:_Feed.__init__": "The tracker is switched off, with a line.",
     "headrace/pipeline/episodes.py:Evaluations._evaluated": AWAITED,
     "headrace/rollouts/base.py:AnyEpisode.interruptible": AWAITED,
     "headrace/scoring/base.py:Stage._scores": AWAITED,

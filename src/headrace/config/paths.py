@@ -30,6 +30,9 @@ def make_absolute(sections: Mapping[str, Any], base: Path) -> dict[str, Any]:
 def _inside(value: Any, place: tuple[str, ...], base: Path, sections: Mapping[str, Any]) -> Any:
     if len(place) > 1 and place[-1] in FREE:
         return value
+    if place == ("observe", "tracker_options") and isinstance(value, Mapping):
+        # The names are those in `trackers`, and the options are the user's own words.
+        return {_inside(name, ("observe", "trackers"), base, sections): options for name, options in value.items()}
     if isinstance(value, Mapping):
         return {key: _inside(inner, (*place, str(key)), base, sections) for key, inner in value.items()}
     if isinstance(value, list):

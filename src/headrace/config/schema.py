@@ -661,8 +661,14 @@ class ObserveConfig(Section, frozen=True):
     keep_rollouts: bool = True
     """Keep every rollout's tokens in `segments/`."""
     trackers: list[str] = []
-    """Trackers of your own that follow the run: `module:attribute` or `path/to/file.py:attribute` of a factory. Each
-    tracker gets every record of `metrics.jsonl`."""
+    """Trackers that follow the run: `wandb`, `tensorboard`, `mlflow`, `trackio`, or your own, as `module:attribute` or
+    `path/to/file.py:attribute` of a factory. Each tracker gets every record of `metrics.jsonl`."""
+    tracker_options: dict[str, dict[str, Any]] = {}
+    """The options of each tracker, by its name in `trackers`, such as `[observe.tracker_options.wandb]` with
+    `project = "my-project"`."""
+    prometheus: str = ""
+    """The address at which the newest numbers are served in the format of Prometheus, such as `127.0.0.1:9400`. Empty:
+    they are not served."""
 
 
 class Config(Section, frozen=True):

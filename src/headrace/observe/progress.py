@@ -354,7 +354,11 @@ class LiveProgress(_ConsoleProgress):
         mean, most = lag_mean_and_max(snapshot.lag_histogram)
         if mean is None:
             return Text("nothing trained yet", QUIET)
-        text = Text()
+        # The figures come first: on a narrow terminal the end of the line is cut.
+        text = Text(f"mean {mean:.2f}  max {most}")
+        if snapshot.lag_bound is not None:
+            text.append(f"  bound {snapshot.lag_bound}", "yellow")
+        text.append("   ")
         tokens = sum(snapshot.lag_histogram.values())
         last = max(*snapshot.lag_histogram, snapshot.lag_bound or 0)
         for lag in range(min(last, MAX_LAGS - 1) + 1):
@@ -365,9 +369,6 @@ class LiveProgress(_ConsoleProgress):
             text.append(f"{100 * share:3.0f}%  ")
             if lag == snapshot.lag_bound:
                 text.append(f"{self._glyphs.bound} ", "yellow")
-        text.append(f"mean {mean:.2f}  max {most}")
-        if snapshot.lag_bound is not None:
-            text.append(f"  bound {snapshot.lag_bound}", "yellow")
         return text
 
     def _buffer(self, snapshot: RunSnapshot, width: int) -> Text:

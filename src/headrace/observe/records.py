@@ -66,6 +66,10 @@ SKIPPED_EVALUATION = "evaluation skipped "
 """The beginning of a key of table `meta` whose value is an evaluation that was due and has no result."""
 
 
+ADVICE = "advice "
+"""The beginning of a key of table `meta` whose value is advice: its cause, its line, and the last step before it."""
+
+
 class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Held-out prompts answered under one version (table `evaluations`)."""
 

@@ -29,6 +29,8 @@ from headrace.errors import ConfigError
 from headrace.gateway.agent_main import AgentSetup
 from headrace.gateway.agents import AgentPool
 from headrace.gateway.agents import AgentTask as Agents
+from headrace.observe.prometheus import parse_address
+from headrace.observe.trackers.base import find_tracker
 from headrace.reference import call_factory, find_source, import_function, split_reference
 from headrace.scoring.base import Scorer, Stage
 from headrace.scoring.functions import is_reward_function
@@ -131,9 +133,13 @@ def check_extensions(config: Config) -> None:
         if is_reference(reference):
             with named(key):
                 check(reference)
-    for tracker in config.observe.trackers:
-        with named("[observe] trackers"):
-            import_function(tracker)
+    if config.observe.prometheus:
+        parse_address(config.observe.prometheus)
+    with named("[observe] trackers"):
+        for tracker in config.observe.trackers:
+            find_tracker(tracker, config.observe.tracker_options.get(tracker, {}))
+    if unused := sorted(config.observe.tracker_options.keys() - set(config.observe.trackers)):
+        raise ConfigError(f"[observe] tracker_options: {unused[0]!r} is not one of trackers")
     if is_reference(config.delivery.transport):
         check_transport(config)
     check_references(config.algorithm, config.rollouts)

@@ -54,10 +54,12 @@ from headrace.gateway.agents import AgentTask
 from headrace.gateway.episode import AgentEpisode
 from headrace.gateway.relay import KEY_VARIABLE, Relay, checked_key
 from headrace.gateway.session import new_key
-from headrace.observe.metrics import MetricsLog, Trackers, reported_step
+from headrace.observe.metrics import MetricsLog, read_metrics, reported_step
 from headrace.observe.progress import Progress
+from headrace.observe.prometheus import Gauges, parse_address, serve_gauges
 from headrace.observe.records import ENGINES, STRETCHES
 from headrace.observe.spans import RunClock, Timeline, timeline_damage
+from headrace.observe.trackers.feed import Trackers
 from headrace.pipeline.commands import command_socket
 from headrace.pipeline.controller import Controller
 from headrace.pipeline.inputs import NOTHING, Given, ReadyTask, check_inputs
@@ -251,6 +253,7 @@ class RunSession:
         self._hosts = hosts_of(config)
         self._controller: Controller | None = None
         self._gateway: Relay | None = None
+        self._gauges: Gauges | None = None
         self._status_failed = False
         self._interrupt: Callable[[], object] | None = None
         self._interrupted = False
@@ -344,7 +347,7 @@ class RunSession:
             watchers.append(guard.create_task(self._show_loop(controller), name="show"))
             watchers.append(guard.create_task(self._watch_loop(workers, controller), name="watch stalls"))
             commands = command_socket(fleet.sockets / "cmd", self.run_dir.control, controller.scaling.ask)
-            async with commands:
+            async with commands, self._served_numbers():
                 await controller.begin()
                 await controller.train()
                 await controller.finish()
@@ -369,8 +372,17 @@ class RunSession:
         trackers = None
         if config.observe.trackers:
             settings = msgspec.to_builtins(config)
-            trackers = Trackers(config.observe.trackers, config.run.name, settings, self.progress.note)
-        metrics = MetricsLog(run_dir.metrics, trackers=trackers, listener=self.listener)
+            trackers = Trackers(
+                config.observe.trackers,
+                config.run.name,
+                settings,
+                self.progress.note,
+                options=config.observe.tracker_options,
+                folder=run_dir.path / "trackers",
+            )
+        self._gauges = Gauges(config.run.name) if config.observe.prometheus else None
+        metrics = MetricsLog(run_dir.metrics, trackers=trackers, gauges=self._gauges, listener=self.listener)
+        known = read_metrics(run_dir.metrics)
         if before.last_version != NO_VERSION:
             metrics.write("resumed", step=before.resume_step)
         pool = EnginePool(list(workers.engines.values()))
@@ -401,6 +413,7 @@ class RunSession:
             agents=partial(AgentEpisode, relay=relay) if relay is not None and isinstance(task, AgentTask) else None,
             max_length=self._longest_sequence,
         )
+        parts.recorder.remember(known)
         journal.meta("name", config.run.name)
         if not self._tokenizer_known:
             journal.meta("tokenizer", self._chat.digest)
@@ -414,6 +427,11 @@ class RunSession:
         journal.meta("engine_facts", {name: workers.fleet.facts(name) for name in workers.engines})
         journal.meta(ENGINES, workers.ranks)
         return Controller(parts)
+
+    def _served_numbers(self) -> contextlib.AbstractAsyncContextManager[object]:
+        if self._gauges is None:
+            return contextlib.nullcontext()
+        return serve_gauges(parse_address(self.config.observe.prometheus), self._gauges, self.progress.note)
 
     def _make_gateway(self, workers: Workers, pool: EnginePool) -> Relay | None:
         config, task = self.config, self._task.task

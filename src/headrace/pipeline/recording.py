@@ -7,7 +7,7 @@ are checked while they are written: a group or rollout that would end twice, or 
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
@@ -17,15 +17,19 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from headrace.buffer.filters import FILTERS
 from headrace.buffer.journal import Journal, Recovered
 from headrace.buffer.ledger import Ledgers
 from headrace.buffer.window import Window
 from headrace.channel.heartbeats import Heartbeat
 from headrace.delivery.base import Manifest, Proof
 from headrace.errors import one_line
+from headrace.observe.advice import Advice, Advisor
+from headrace.observe.curves import Pace, of_answers
 from headrace.observe.metrics import LengthDrift, MetricsLog, describe_end
 from headrace.observe.progress import ProcessActivity, Progress, RunSnapshot
 from headrace.observe.records import (
+    ADVICE,
     ENGINES,
     SKIPPED_EVALUATION,
     DeliveryRecord,
@@ -69,8 +73,10 @@ class Recorder:
         versions_done: int = 0,
         before: Recovered,
         record: bool = False,
+        advisor: Advisor | None = None,
     ) -> None:
         """`before` is what previous processes left in the journal. With `record`, the schedule is journalled too."""
+        self._advisor = advisor or Advisor()
         self.journal = outputs.journal
         self._metrics = outputs.metrics
         self._timeline = outputs.timeline
@@ -82,6 +88,9 @@ class Recorder:
         self._running: dict[int, tuple[Group, float]] = {}
         """The groups under way, by id, each with the time when it was admitted or taken up from a previous process."""
         self._drift = LengthDrift()
+        self._lengths: dict[int, list[int]] = {}
+        """The lengths of all answers of each group whose rollouts have ended and whose fate is open, by group id."""
+        self._pace = Pace()
         self._record = record
         self._activity = Activity()
         self._peak_memory: dict[str, int] = {}
@@ -102,10 +111,17 @@ class Recorder:
         """Return the wall time, as the journal stores it."""
         return self._clock.to_wall(time.monotonic())
 
+    def remember(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Take the metrics that previous processes have written: what was advised then is not advised again."""
+        for record in records:
+            if record.get("kind") == "step" and record.get("objective") == "policy":
+                self._advisor.step(record)
+
     # ---- groups
 
     def admitted(self, group: Group, rollout_ids: Sequence[str], drawn: int) -> None:
         """Record that a group has taken its slot. `drawn` is the position of the prompt source."""
+        self._pace.begin(time.monotonic())
         self._running[group.id] = (group, self.now())
         self.ledgers.admitted(group.id, rollout_ids)
         self.journal.admitted(group, rollout_ids)
@@ -134,8 +150,10 @@ class Recorder:
             if rollout.ending == "failed":
                 self.ledgers.rollouts.end(rollout.id, "failed", rollout.reason)
             self.journal.rollout_ended(rollout)
-        self._drift.generated.extend(rollout.sampled_tokens for rollout in group.usable)
+        self._lengths[group.id] = [rollout.sampled_tokens for rollout in group.usable]
         self._scheduled("complete", group_id=group.id)
+        failed = [rollout.reason for rollout in group.rollouts if rollout.ending == "failed"]
+        self._advise(self._advisor.group(group.id, len(group.rollouts), len(failed), failed[0] if failed else ""))
 
     def rollouts_left(self, left: Mapping[str, str]) -> None:
         """Record the rollouts that are not trained, by id, with the reasons. Their group continues without them."""
@@ -159,6 +177,8 @@ class Recorder:
                 self.note(f"group {group.id} failed: {reason}")
             elif self._failures[reason] in TOLD_AGAIN:
                 self.note(f"{self._failures[reason]} groups failed so far: {reason}")
+        if reason in FILTERS:
+            self._advise(self._advisor.filtered(group.id, reason))
 
     def _end_group(
         self,
@@ -173,6 +193,8 @@ class Recorder:
         _, admitted = self._running.pop(group.id)
         self.ledgers.group_ended(group.id, state, reason)
         self.journal.group_ended(group.id, state, reason, step)
+        lengths = [rollout.sampled_tokens for rollout in group.usable]
+        self._drift.ended(self._lengths.pop(group.id, lengths), lengths if state == "trained" else [])
         described = describe_end(group, reason or state, version, self._window.republished)
         return {**described, "seconds": self.now() - admitted}
 
@@ -193,7 +215,6 @@ class Recorder:
         for group in groups:
             self._scheduled("consume", group_id=group.id, step=batch.step, version=batch.version)
             ends.append(self._end_group(group, "trained", "", batch.step, batch.version))
-            self._drift.trained.extend(rollout.sampled_tokens for rollout in group.usable)
         figures: dict[str, Any] = {
             "step": batch.step,
             "version": batch.version,
@@ -211,6 +232,11 @@ class Recorder:
             tokens=len(batch.token_ids),
             reward_mean=reward,
         )
+        curves: dict[str, float | None] = {}
+        if batch.objective == "policy":
+            curves = {"lag_mean": lag_mean, "lag_max": lag_max, **of_answers(groups, batch.logprobs[batch.trained])}
+            curves |= self._pace.step(time.monotonic(), batch.trained_tokens)
+        curves |= report.metrics
         figures |= {
             "reward": reward,
             "lag_mean": lag_mean,
@@ -219,12 +245,14 @@ class Recorder:
             "skipped_steps": report.skipped_steps,
             "length_drift": self._drift.distance(),
             "filtered": self._window.filtered_rate,
-            **report.metrics,
+            **curves,
         }
         notes = [warning] if (warning := self._drift.warning()) else []
         if report.skipped:
             why = "its batch has no token to train" if math.isfinite(report.grad_norm) else "its gradient is not finite"
             notes.append(f"step {batch.step} was skipped: {why}")
+
+        advised = self._journalled(self._advisor.step(figures), batch.step) if batch.objective == "policy" else []
 
         def tell() -> None:
             for end in ends:
@@ -233,9 +261,27 @@ class Recorder:
             for line in notes:
                 self.note(line)
             self._show_step(batch, lags, reward)
+            for advice in advised:
+                self._tell(advice)
 
-        self._unreported.append((self.journal.step(step, lags, report.metrics, batch.policy), tell))
+        self._unreported.append((self.journal.step(step, lags, curves, batch.policy), tell))
         self._report_steps()
+
+    def _advise(self, found: Sequence[Advice]) -> None:
+        """Record and show why the run does not learn."""
+        for advice in self._journalled(found, max(0, self.shown.step)):
+            self._tell(advice)
+
+    def _journalled(self, found: Sequence[Advice], step: int) -> list[dict[str, Any]]:
+        """Journal advice. Return it as records, which are told when the step is."""
+        records = [{"cause": advice.cause, "step": step, "line": advice.line} for advice in found]
+        for record in records:
+            self.journal.meta(f"{ADVICE}{record['cause']}", record, once=True)
+        return records
+
+    def _tell(self, advice: dict[str, Any]) -> None:
+        self._metrics.write("advice", **advice)
+        self.note(f"advice: {advice['line']}")
 
     def _report_steps(self) -> None:
         """Report the steps whose records are on the disk."""
@@ -329,6 +375,7 @@ class Recorder:
     def beat(self, process: str, beat: Heartbeat) -> None:
         """Record what a process did since its last heartbeat."""
         started, busy_seconds = self._activity.beat(process, beat.time, beat.spans, beat.generated_tokens)
+        self._pace.beat(process, beat.time - started, busy_seconds, beat.generated_tokens)
         if self._timeline is not None:
             self._timeline.add(process, beat.spans)
         self.journal.activity(
@@ -393,7 +440,7 @@ class Recorder:
         try:
             self.journal.close()
         finally:
-            self._report_steps()
+            self.show()
             self._progress.stop()
         self._metrics.close()
         if self._timeline is not None:

@@ -22,7 +22,7 @@ from headrace.rollouts.base import TOO_LONG, AnyEpisode, Cancelled, ChatFormat, 
 from headrace.rollouts.stream import SavedTurns, TokenStream
 from headrace.scoring.base import Span, Stage, Turn
 from headrace.tasks.base import Environment, EnvironmentStep
-from headrace.types import Ending, Int32Array, Rollout, Score, Trace
+from headrace.types import NO_VERSION, Ending, Int32Array, Rollout, Score, Trace
 
 T = TypeVar("T")
 
@@ -111,8 +111,10 @@ class Episode(AnyEpisode):
 
     @property
     def answer(self) -> str:
-        """Everything after the opening, as text for people to read."""
-        return self._chat.decode(self._stream.trace().token_ids[self._opening_tokens :])
+        """Everything after the opening, as text for people to read. Each turn of a conversation begins a new line."""
+        trace = self._stream.trace().part(self._opening_tokens, len(self._stream.trace()))
+        changes = np.flatnonzero(np.diff(trace.versions != NO_VERSION)) + 1
+        return "\n".join(self._chat.decode(turn) for turn in np.split(trace.token_ids, changes))
 
     def since(self, start: int) -> Trace | None:
         """Return the tokens after the first `start`, or None if there are none."""
