@@ -22,9 +22,9 @@ ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "examples/quickstart"
 MODEL = QUICKSTART / "model"
 ELSEWHERE = {
-    3: "",
-    7: "",
-    8: "",
+    3: "tests/integration/test_hub_models.py",
+    7: "tests/integration/test_advice_runs.py",
+    8: "tests/unit/observe/test_drift.py",
     9: "tests/integration/test_iterating.py",
     10: "tests/integration/test_iterating.py",
     11: "tests/integration/test_iterating.py",
@@ -32,15 +32,15 @@ ELSEWHERE = {
     14: "tests/integration/test_iterating.py",
     15: "tests/unit/review/test_review_rollouts.py",
     16: "tests/unit/test_run_names.py",
-    18: "",
+    18: "tests/unit/test_config_paths.py",
     19: "tests/integration/test_review.py",
     20: "tests/integration/test_docs_blocks.py",
     21: "tests/integration/test_generate.py",
     23: "tests/integration/test_common_mistakes.py",
-    25: "",
-    26: "",
+    25: "tests/unit/pipeline/test_watching.py",
+    26: "tests/unit/review/test_report.py",
 }
-"""The frictions that `headrace check` cannot show -> the test that does; empty where it is not named yet."""
+"""The frictions that `headrace check` cannot show -> the test that does."""
 
 REWARDS = """
 import os
@@ -129,7 +129,7 @@ def simple(tmp: Path) -> list[Mistake]:
         Mistake(
             "prompts over the context", ["engine.max_length=6", "rollouts.max_tokens=4"], "no prompt leaves room", 6
         ),
-        Mistake("a loss file that does not exist", ["algorithm.loss=my.py:build"], "there is no file my.py"),
+        Mistake("a loss file that does not exist", ["algorithm.loss=my.py:build"], "there is no file "),
         Mistake("a tracker that does not exist", ["observe.trackers=['nothing:make']"], "there is no module 'nothing'"),
         Mistake("a misspelt dataset", ["task.name=count_bit"], "did you mean count_bits", 5, gym),
         Mistake("an option of no dataset", ["task.config.foo=3"], "count_bits has no key 'foo'", 5, gym),

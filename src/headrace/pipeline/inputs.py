@@ -174,7 +174,8 @@ def make_task(config: Config, given: Given = NOTHING) -> Task:
         case EnvironmentTaskConfig() as task:
             if given.factory is None:
                 refuse_given("[task] factory", task.factory)
-            factory = given.factory or import_function(task.factory)
+            with named("[task] factory"):
+                factory = given.factory or import_function(task.factory)
             arguments = {**task.config, "seed": config.run.seed, "heldout": held}
             made: Task = call_factory(f"[task] factory: {task.factory}", factory, **arguments)
             return made
