@@ -164,10 +164,11 @@ def check(
     from headrace.config.model_dir import model_facts
     from headrace.config.remarks import dtypes, remarks
     from headrace.pipeline.trial import try_inputs
+    from headrace.run_dir import with_name
     from headrace.training.checkpoints.remote_store import check_store
 
     loaded, placed = _placed(pinned(load_config(config, settings or [])).config)
-    check_store(loaded)
+    check_store(with_name(loaded))
     facts = model_facts(model_dir(loaded.model), loaded.model.weights)
     tried = try_inputs(loaded, facts)
     buffer, every = loaded.buffer, loaded.delivery.publish_every
