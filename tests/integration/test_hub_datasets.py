@@ -62,7 +62,7 @@ def hub() -> Iterator[HubServer]:
 
 def given(home: Path, path: object, *more: str) -> list[str]:
     """Settings that replace the quickstart's files by another source of the same questions."""
-    without = ["task.heldout_path=", "evaluate.prompts=4", FIELDS]
+    without = ["task.heldout_path=", "evaluate.prompts=4", "task.demonstration=answer", FIELDS]
     return settings(home, *without, f"task.path={path}", *more)
 
 
