@@ -11,6 +11,8 @@ from runs import ROOT, small_settings
 
 from headrace.cluster.launchers.local import SHARED
 
+TIMEOUTS = ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT")
+
 
 def command(home: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """A command with a Hugging Face home of its own, and no token or endpoint of the machine's."""
@@ -25,7 +27,8 @@ def command(home: Path, *arguments: str, **variables: str) -> subprocess.Complet
         timeout=900,
         cwd=ROOT,
         check=False,
-        env={**inherited, "HF_HOME": str(home), **variables},
+        # The server may be slow where all tests run at once.
+        env={**inherited, "HF_HOME": str(home), **dict.fromkeys(TIMEOUTS, "120"), **variables},
     )
 
 

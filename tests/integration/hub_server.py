@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import threading
 from collections.abc import Mapping
@@ -26,7 +27,8 @@ class Repository:
     def commit(self, revision: str) -> str | None:
         """The commit of a revision, which may be one itself."""
         for name, files in self.revisions.items():
-            commit = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+            tree = sorted((file, _etag(data)) for file, data in files.items())
+            commit = hashlib.sha1(repr(tree).encode()).hexdigest()
             if revision in (name, commit):
                 return commit
         return None
@@ -138,6 +140,7 @@ class HubServer:
         return response
 
 
+@functools.cache
 def _etag(data: bytes) -> str:
     return hashlib.sha1(data).hexdigest()
 
