@@ -39,6 +39,7 @@ from headrace.observe.records import (
 )
 from headrace.observe.spans import Activity, RunClock, Timeline
 from headrace.observe.summary import lag_mean_and_max
+from headrace.rollouts.base import TOO_LONG
 from headrace.training.base import StepReport
 from headrace.types import STEP_SECONDS, Batch, Group, Rollout, Trace, Version, held_back_seconds
 
@@ -153,7 +154,9 @@ class Recorder:
         self._lengths[group.id] = [rollout.sampled_tokens for rollout in group.usable]
         self._scheduled("complete", group_id=group.id)
         failed = [rollout.reason for rollout in group.rollouts if rollout.ending == "failed"]
-        self._advise(self._advisor.group(group.id, len(group.rollouts), len(failed), failed[0] if failed else ""))
+        # A prompt that is too long is left out from now on, which needs no advice.
+        if not failed or not failed[0].startswith(TOO_LONG):
+            self._advise(self._advisor.group(group.id, len(group.rollouts), len(failed), failed[0] if failed else ""))
 
     def rollouts_left(self, left: Mapping[str, str]) -> None:
         """Record the rollouts that are not trained, by id, with the reasons. Their group continues without them."""
