@@ -97,10 +97,14 @@ def test_steps_are_told_and_a_run_is_stopped_and_resumed(tmp_path: Path) -> None
     assert again.summary["outcome"] == "finished"
     assert [step["step"] for step in again.history] == list(range(1, steps + 3))
 
-    with pytest.raises(headrace.UserError, match="'many' was given in Python"):
+    assert headrace.train(**more, resume=True).summary == again.summary, "a finished run is returned as it is"
+    with pytest.raises(headrace.UserError, match=f"run is finished, with {steps + 2} versions"):
         headrace.train(resume=first.path, display="none")
+    further: dict[str, Any] = {"resume": first.path, "display": "none", "run": {"versions": 40}}
+    with pytest.raises(headrace.UserError, match="'many' was given in Python"):
+        headrace.train(**further)
     with pytest.raises(headrace.UserError, match=r"reward: reward is not a reward of this run \(many, short\)"):
-        headrace.train(resume=first.path, reward=short, display="none")
+        headrace.train(**further, reward=short)
 
 
 def test_an_error_of_on_step_ends_the_run_and_is_raised(tmp_path: Path) -> None:
