@@ -133,9 +133,9 @@ wheel:
 	$(WHEEL_VENV)/build/bin/python -m pip install --quiet build
 	$(WHEEL_VENV)/build/bin/python -m build --outdir dist .
 	$(PYTHON) -m venv $(WHEEL_VENV)/empty
-	$(WHEEL_VENV)/empty/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
+	$(WHEEL_VENV)/empty/bin/python -m pip install --quiet --no-compile -c constraints.txt dist/*.whl
 	$(THREADS) $(PYTHON) tests/installed_wheel.py $(WHEEL_VENV)/empty dist
-	$(WHEEL_VENV)/empty/bin/python -m pip install --quiet -c constraints.txt ipykernel
+	$(WHEEL_VENV)/empty/bin/python -m pip install --quiet --no-compile -c constraints.txt ipykernel
 	$(THREADS) $(WHEEL_VENV)/empty/bin/python -P tests/notebook_run.py examples/quickstart/model
 
 fmt: setup

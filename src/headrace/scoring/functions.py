@@ -170,7 +170,10 @@ def _judgement_of_one(result: Any) -> Judgement:
     """Turn the result of a function in list style, for one answer, into a judgement. Raises `ScoreError`."""
     if not isinstance(result, Iterable) or isinstance(result, str | dict):
         raise ScoreError(f"the reward function gave a {type(result).__name__}, not a list of numbers")
-    numbers = list(result)
+    try:
+        numbers = list(result)
+    except Exception as error:  # Such as of a generator, or of an array without dimensions.
+        raise ScoreError(f"the reward function raised {describe(error)}") from error
     if len(numbers) != 1:
         raise ScoreError(f"the reward function gave {len(numbers)} numbers for 1 answer")
     [reward] = numbers

@@ -132,6 +132,8 @@ def test_a_list_of_one_is_judged() -> None:
         ([1.0, 2.0], "gave 2 numbers for 1 answer"),
         (["1"], "gave a str, not a number"),
         ([float("nan")], "gave nan, not a finite number"),
+        (np.asarray(1.0), "raised TypeError: iteration over a 0-d array"),
+        ((1 / number for number in [0]), "raised ZeroDivisionError: division by zero"),
     ]:
         with pytest.raises(ScoreError, match=problem):
             given(result)
