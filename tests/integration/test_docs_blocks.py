@@ -64,7 +64,8 @@ OWN_TESTS = ("async def alternatives(", "def adapted_core(", 'run.post("/session
 """Texts of Python blocks that have tests of their own below."""
 
 NO_PROMPT = (
-    'headrace: train.jsonl, line 4 has no "prompt" (it has: question); [task] fields = {prompt = "..."} names its field'
+    'headrace: train.jsonl, line 4 has no "prompt" (it has: question); name the field in [task] fields = '
+    '{prompt = "..."}'
 )
 
 LORA_MESSAGE = (
