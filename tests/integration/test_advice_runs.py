@@ -21,6 +21,10 @@ def vowels(completion, **fields):
     # What is too long earns nothing, so that answers are not cut off for long.
     return sum(letter in "aeiou" for letter in completion) / max(1, len(completion)) * (len(completion) <= 12)
 
+def whole(completion, **fields):
+    # A beginning of an answer earns nothing.
+    return vowels(completion) * (len(completion) >= 4)
+
 def constant(completion, **fields):
     return 0.5
 
@@ -130,7 +134,11 @@ BROKEN = {
     "constant": (("task.reward={here}/rewards.py:constant",), "constant_reward", "every answer earned 0.5"),
     "unparsed": (("task.reward={here}/rewards.py:unparsed",), "zero_reward", "does not find the answers"),
     "learning rate": (("training.learning_rate=3e-2",), "learning_rate", "[training] learning_rate"),
-    "truncation": (("rollouts.max_tokens=2",), "truncated", "[rollouts] max_tokens"),
+    "truncation": (
+        ("task.reward={here}/rewards.py:whole", "rollouts.max_tokens=1"),
+        "truncated",
+        "[rollouts] max_tokens",
+    ),
     "filter": (
         ("task.reward={here}/rewards.py:constant", "buffer.filter=['zero_variance']", "rollouts.group_size=2"),
         "filter",
@@ -167,8 +175,8 @@ HEALTHY = [
     ("letters", "training.learning_rate=1e-3"),
     ("letters", "buffer.filter=['zero_variance']", "buffer.oversample=1.5"),
     ("letters", "lora.rank=4", "training.learning_rate=3e-3"),
-    ("sorting", "warm_start.steps=60", "warm_start.batch=32"),
-    ("gym", "warm_start.steps=60"),
+    ("sorting", "warm_start.steps=60", "warm_start.learning_rate=3e-3"),
+    ("gym", "warm_start.steps=20"),
     ("environment", "rollouts.max_turns=2"),
     ("agent", "rollouts.max_turns=2"),
 ]
@@ -178,7 +186,7 @@ HEALTHY = [
 def test_a_healthy_run_gets_none(tmp_path: Path, settings: tuple[str, ...]) -> None:
     found, said = advised(tmp_path, *settings)
     assert found == []
-    assert "advice" not in said and "not like the generated ones" not in said
+    assert "advice: " not in said and "not like the generated ones" not in said
     assert len(Run(tmp_path / NAME).history) == 20
 
 

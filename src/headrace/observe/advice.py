@@ -24,6 +24,8 @@ GROUPS, FEWEST_GROUPS = 64, 16
 REASON_LENGTH = 200
 FAR = 0.2
 """A KL divergence in nats a token that is far too large for one step. Healthy runs stay below a tenth of it."""
+LONG = 64
+"""Answers of fewer tokens are not long, however short they were at the beginning."""
 
 Record = Mapping[str, Any]
 
@@ -218,8 +220,7 @@ def _collapsed(history: History) -> Advice | None:
 
 def _truncated(history: History) -> Advice | None:
     share = history.last("truncated")
-    # A policy that learns may exceed the limit with half of its answers for a while, but not with nearly all of them.
-    if not share or min(share) < (0.9 if history.gained() else 0.5):
+    if not share or min(share) < 0.5 or history.gained():
         return None
     if fmean(share[SHORT:]) < 0.9 * fmean(share[:SHORT]):
         return None  # A share that falls is a policy that learns to end its answers.
@@ -230,7 +231,7 @@ def _truncated(history: History) -> Advice | None:
 
 def _longer(history: History) -> Advice | None:
     before, now = history.start("length_mean"), history.last("length_mean", SHORT)
-    if not before or not now or min(now) < 3 * before or history.gained():
+    if not before or not now or min(now) < max(3 * before, LONG) or history.gained():
         return None
     said = f"answers are {fmean(now) / before:.1f} times as long as at the beginning and earn no more"
     return Advice(cause="length", line=f"{said}; set [algorithm] overlong_buffer or length_penalty")

@@ -95,15 +95,15 @@ def test_a_jump_is_the_cause_of_what_follows_it() -> None:
 
 def test_answers_that_are_cut_off() -> None:
     assert advised(broken(truncated=0.6)) == [(10, "truncated")]
-    assert advised([healthy(step) | {"truncated": 0.6} for step in range(20)]) == [], "the reward rises"
-    assert advised([healthy(step) | {"truncated": 0.95} for step in range(20)]) == [(10, "truncated")]
+    assert advised([healthy(step) | {"truncated": 0.95} for step in range(20)]) == [], "the reward rises"
     learning_to_end = [healthy(0) | {"truncated": 1.0 - 0.02 * step} for step in range(25)]
     assert advised(learning_to_end) == []
 
 
 def test_answers_that_grow() -> None:
-    longer = [healthy(0) | {"length_mean": 10.0 * (1 + step / 4)} for step in range(20)]
+    longer = [healthy(0) | {"length_mean": 50.0 * (1 + step / 4)} for step in range(20)]
     assert [cause for _, cause in advised(longer)] == ["length"]
+    assert advised([record | {"length_mean": record["length_mean"] / 10} for record in longer]) == [], "still short"
     paid = [record | {"reward": 0.1 + 0.02 * step} for step, record in enumerate(longer)]
     assert advised(paid) == []
 
