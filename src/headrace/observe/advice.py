@@ -24,6 +24,8 @@ GROUPS, FEWEST_GROUPS = 64, 16
 REASON_LENGTH = 200
 FAR = 0.2
 """A KL divergence in nats a token that is far too large for one step. Healthy runs stay below a tenth of it."""
+LONG = 64
+"""Answers of fewer tokens are not long, however short they were at the beginning."""
 
 Record = Mapping[str, Any]
 
@@ -80,9 +82,13 @@ class Advisor:
         self._history.add(record)
         return self._new(self._of_steps())
 
+    def told(self, cause: str) -> None:
+        """Take a cause that a previous process has reported."""
+        self._said.add(cause)
+
     def _of_steps(self) -> Iterator[Advice]:
         history = self._history
-        # Of several signs of one trouble, the first in this order is its cause, and only that one is reported.
+        # Causes before their consequences (EXPLAINED_BY): what is reported first hides what follows from it.
         rules: list[Callable[[History], Advice | None]] = [_skipped, _far, _collapsed, _truncated, _longer]
         if self._settings.compares:
             rules.append(_equal)
@@ -214,8 +220,10 @@ def _collapsed(history: History) -> Advice | None:
 
 def _truncated(history: History) -> Advice | None:
     share = history.last("truncated")
-    if not share or min(share) < 0.5 or fmean(share[SHORT:]) < 0.9 * fmean(share[:SHORT]):
-        return None  # A share that falls is a model that learns to end its answers.
+    if not share or min(share) < 0.5 or history.gained():
+        return None
+    if fmean(share[SHORT:]) < 0.9 * fmean(share[:SHORT]):
+        return None  # A share that falls is a policy that learns to end its answers.
     said = f"{fmean(share):.0%} of the answers of the last {STEPS} steps were cut off at their limit"
     cure = "raise [rollouts] max_tokens (and [engine] max_length), or add the model's end token to [rollouts] stop"
     return Advice(cause="truncated", line=f"{said}; {cure}")
@@ -223,7 +231,7 @@ def _truncated(history: History) -> Advice | None:
 
 def _longer(history: History) -> Advice | None:
     before, now = history.start("length_mean"), history.last("length_mean", SHORT)
-    if not before or not now or min(now) < 3 * before or history.gained():
+    if not before or not now or min(now) < max(3 * before, LONG) or history.gained():
         return None
     said = f"answers are {fmean(now) / before:.1f} times as long as at the beginning and earn no more"
     return Advice(cause="length", line=f"{said}; set [algorithm] overlong_buffer or length_penalty")
@@ -249,10 +257,8 @@ def _equal(history: History) -> Advice | None:
     if low is not None and low == high:
         cure = f"every answer earned {low:.3g}: the reward is a constant, or the prompts are too easy"
         return Advice(cause="constant_reward", line=f"{said}; {cure} ([task] reward, or [scorers])")
-    cure = (
-        'use prompts that are neither too hard nor too easy ([rollouts] curriculum, [buffer] filter = ["zero_variance"]'
-    )
-    cure += "), a larger [rollouts] group_size, or a higher temperature"
+    cure = "use prompts that are neither too hard nor too easy ([rollouts] curriculum, "
+    cure += '[buffer] filter = ["zero_variance"]), a larger [rollouts] group_size, or a higher temperature'
     return Advice(cause="equal_rewards", line=f"{said}; {cure}")
 
 

@@ -115,8 +115,11 @@ class Recorder:
     def remember(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Take the metrics that previous processes have written: what was advised then is not advised again."""
         for record in records:
-            if record.get("kind") == "step" and record.get("objective") == "policy":
-                self._advisor.step(record)
+            if record.get("kind") == "advice":
+                self._advisor.told(str(record.get("cause")))
+            elif record.get("kind") == "step" and record.get("objective") == "policy":
+                # The file may have been edited or damaged since: only numbers count.
+                self._advisor.step({key: value for key, value in record.items() if isinstance(value, int | float)})
 
     # ---- groups
 

@@ -94,14 +94,16 @@ def test_a_jump_is_the_cause_of_what_follows_it() -> None:
 
 
 def test_answers_that_are_cut_off() -> None:
-    assert advised(broken(truncated=0.9)) == [(10, "truncated")]
+    assert advised(broken(truncated=0.6)) == [(10, "truncated")]
+    assert advised([healthy(step) | {"truncated": 0.95} for step in range(20)]) == [], "the reward rises"
     learning_to_end = [healthy(0) | {"truncated": 1.0 - 0.02 * step} for step in range(25)]
     assert advised(learning_to_end) == []
 
 
 def test_answers_that_grow() -> None:
-    longer = [healthy(0) | {"length_mean": 10.0 * (1 + step / 4)} for step in range(20)]
+    longer = [healthy(0) | {"length_mean": 50.0 * (1 + step / 4)} for step in range(20)]
     assert [cause for _, cause in advised(longer)] == ["length"]
+    assert advised([record | {"length_mean": record["length_mean"] / 10} for record in longer]) == [], "still short"
     paid = [record | {"reward": 0.1 + 0.02 * step} for step, record in enumerate(longer)]
     assert advised(paid) == []
 
@@ -129,6 +131,12 @@ def test_answers_that_fail() -> None:
     assert advice.cause == "failing" and "100% of the answers" in advice.line and "the judge is down" in advice.line
     assert of_groups([1] * 64, [""] * 64) == []
     assert of_groups([0] * 60 + [8] * 4, [""] * 64) == []
+
+
+def test_what_a_previous_process_has_said_is_not_said_again() -> None:
+    advisor = Advisor()
+    advisor.told("failing")
+    assert [advice for group in range(20) for advice in advisor.group(group, 8, 8, "the judge is down")] == []
 
 
 def test_a_filter_that_drops_all() -> None:

@@ -129,7 +129,7 @@ def test_advice_of_the_last_step_is_recorded_everywhere_and_not_repeated(tmp_pat
         assert [curves["kl_k3"] for curves in journal.step_curves()] == [0.5] * 5
     (tmp_path / "second").mkdir()
     second = made(tmp_path / "second", again := Notes())
-    second.remember(steps)
+    second.remember([*steps, {"kind": "advice"}, {"kind": "step", "objective": "policy", "kl_k3": "damaged"}])
     policy_step(second, 6)
     second.close("finished")
     assert again.lines == []
