@@ -5,8 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RAY_STAMP := $(VENV)/.installed-ray
+WHEEL_VENV := .venv-wheel
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+TRACKERS_VENV := .venv-trackers
+TRACKERS_STAMP := $(TRACKERS_VENV)/.installed
 VLLM_VERSION := 0.32.0
 VLLM_TORCH := 2.13.0
 # By files, in their order (tests/conftest.py): tests of one file share what they have set up.
@@ -15,7 +18,7 @@ THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # Compiled bytecode is kept, also where the environment forbids it: tests start hundreds of processes.
 THREADS += PYTHONDONTWRITEBYTECODE=
 
-.PHONY: setup quickstart quickstart-control test lint fmt docs unit slow gpu chaos attack kills examples smollm2 vllm test-vllm cluster clean
+.PHONY: setup quickstart quickstart-control test lint fmt docs unit slow gpu chaos attack kills examples smollm2 vllm test-vllm trackers cluster wheel clean
 
 setup: $(STAMP)
 
@@ -23,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[tasks,gguf,dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[tasks,gguf,data,dev]"
 	# Aside, for the tests of 8-bit states: peft loads it, with its warnings, wherever it can be seen.
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps --upgrade --target $(VENV)/torchao torchao
 	touch $(STAMP)
@@ -101,6 +104,19 @@ test-vllm: setup vllm
 	$(BIN)/python examples/smollm2/fetch.py
 	$(THREADS) HEADRACE_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/pytest -m vllm $(PARALLEL) tests/vllm_server
 
+# A run with the real packages of all trackers, in an environment of their own: with them, everything else is .venv's.
+trackers: setup $(TRACKERS_STAMP)
+	$(THREADS) $(TRACKERS_VENV)/bin/python -m pytest -m trackers tests/trackers
+
+PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+$(TRACKERS_STAMP): pyproject.toml | $(STAMP)
+	test -x $(TRACKERS_VENV)/bin/python || $(PYTHON) -m venv $(TRACKERS_VENV)
+	$(TRACKERS_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(TRACKERS_VENV)/bin/python -m pip install --quiet wandb tensorboard mlflow trackio
+	$(TRACKERS_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	$(BIN)/python $(PURELIB) > $$($(TRACKERS_VENV)/bin/python $(PURELIB))/behind.pth
+	touch $(TRACKERS_STAMP)
+
 # Several hosts of network namespaces on this machine, with a real Ray cluster on them. Needs root, on Linux.
 cluster: $(RAY_STAMP)
 	command -v ip || (apt-get update && apt-get install --yes iproute2)
@@ -110,6 +126,18 @@ $(RAY_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[ray]"
 	touch $(RAY_STAMP)
 
+# Wheel and source distribution, and the commands of the README with the wheel, in an environment with nothing else.
+wheel:
+	rm -rf dist build $(WHEEL_VENV)
+	$(PYTHON) -m venv $(WHEEL_VENV)/build
+	$(WHEEL_VENV)/build/bin/python -m pip install --quiet build
+	$(WHEEL_VENV)/build/bin/python -m build --outdir dist .
+	$(PYTHON) -m venv $(WHEEL_VENV)/empty
+	$(WHEEL_VENV)/empty/bin/python -m pip install --quiet --no-compile -c constraints.txt dist/*.whl
+	$(THREADS) $(PYTHON) tests/installed_wheel.py $(WHEEL_VENV)/empty dist
+	$(WHEEL_VENV)/empty/bin/python -m pip install --quiet --no-compile -c constraints.txt ipykernel
+	$(THREADS) $(WHEEL_VENV)/empty/bin/python -P tests/notebook_run.py examples/quickstart/model
+
 fmt: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -118,4 +146,4 @@ docs: setup
 	$(BIN)/python docs/make_configuration.py
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(TRACKERS_VENV) $(WHEEL_VENV) build dist .mypy_cache .ruff_cache .pytest_cache

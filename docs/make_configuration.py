@@ -48,11 +48,13 @@ name = "first"
 versions = 50
 ```
 
-- `headrace check first.toml` checks the file without loading the model. It prints every key with its value, the lag
-  bound, and estimates of memory and speed.
+- `headrace check first.toml` checks the file without loading the model. It renders the first prompt, calls the reward
+  function once, and prints the lag bound, estimates of memory and speed, and where each process would run. `--full`
+  prints every key with its value too.
 - `--set section.key=value` changes a key on the command line: `--set buffer.depth=2`. It may be given several times.
   The value is read as TOML. A value that is not TOML is taken as text, so text needs no quotes.
-- Relative paths start at the working directory.
+- Relative paths start at the directory of the TOML file. Those in a `--set`, and what a run writes, start at the
+  working directory ([paths](models_and_data.md#paths)).
 - A *reference* names code of your own: `module:attribute`, or `path/to/file.py:attribute`.
 - A key that is not listed here is an error. A mistake is reported in one line that names `[section] key`, and the exit
   code is 2.

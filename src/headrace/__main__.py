@@ -1,5 +1,16 @@
-"""`python -m headrace`: the command line."""
+"""The program `headrace`, also as `python -m headrace`. Ctrl-C ends it without a traceback, even while it loads."""
 
-from headrace.cli.main import main
+import sys
 
-main()
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        from headrace.cli.main import main as run
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run()
+
+
+if __name__ == "__main__":
+    main()

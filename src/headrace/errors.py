@@ -5,7 +5,8 @@
     │   ├── ConfigError      a wrong value in the configuration (names the `[section] key`)
     │   ├── DataError        a wrong data file (names the file and the line)
     │   ├── ModelError       a model directory that cannot be used, or would be served wrongly
-    │   └── DiskError        a disk that cannot be written any more
+    │   ├── DiskError        a disk that cannot be written any more
+    │   └── RunFinished      a run that has nothing left to do
     ├── ChannelError         a message could not be sent, decoded or answered
     │   ├── DeadlineError    no answer came in time (names who waited for whom)
     │   ├── HttpError        a server answered with an error (carries its status)
@@ -53,6 +54,10 @@ class ModelError(UserError):
 
 class DiskError(UserError):
     """A disk that cannot be written any more. The user's input is not wrong; everything written before is intact."""
+
+
+class RunFinished(UserError):
+    """A run that is to go on has all its versions. The text says how to train more."""
 
 
 class ChannelError(HeadraceError):

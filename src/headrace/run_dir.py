@@ -8,16 +8,39 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from msgspec import structs
 
 from headrace.config import Config, dump_config, load_config
 from headrace.config.file_digests import sync
 from headrace.config.stores import is_url
 from headrace.errors import DiskError, UserError
 
+DEFAULT_NAME = "run"
+"""The name of the first run in a directory that was given no name."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+
+
+def with_name(config: Config, *, existing: bool = False) -> Config:
+    """Return the configuration with a name for its run: the given one, or else the next of `run`, `run-2`, `run-3`, ...
+
+    With `existing`, a run without a name gets that of the newest of these that exists, if there is one.
+    """
+    if config.run.name:
+        return config
+    directory, number = Path(config.run.directory), 1
+    while (directory / _numbered(number)).exists():
+        number += 1
+    if existing and number > 1:
+        number -= 1
+    return structs.replace(config, run=structs.replace(config.run, name=_numbered(number)))
+
+
+def _numbered(number: int) -> str:
+    return DEFAULT_NAME if number == 1 else f"{DEFAULT_NAME}-{number}"
 
 
 class RunDir:
@@ -39,12 +62,17 @@ class RunDir:
         self.report = path / "report.html"
 
     @classmethod
+    def of(cls, config: Config) -> RunDir:
+        """Return the directory of a run that has a name. It need not exist."""
+        return cls(Path(config.run.directory) / config.run.name)
+
+    @classmethod
     def create(cls, config: Config) -> RunDir:
         """Create a new run directory with the resolved configuration. Raises `UserError` if the directory exists."""
-        run_dir = cls(Path(config.run.directory) / config.run.name)
+        run_dir = cls.of(config)
         if run_dir.path.exists():
             raise UserError(
-                f"{run_dir.path} exists: choose another [run] name, remove it, "
+                f"{run_dir.path} exists: choose another [run] name, replace it with `headrace train --overwrite`, "
                 f"or go on with it by `headrace resume {run_dir.path}`"
             )
         try:
@@ -55,7 +83,40 @@ class RunDir:
         except OSError as error:
             shutil.rmtree(run_dir.path, ignore_errors=True)
             raise UserError(f"[run] directory: {run_dir.path} cannot be made: {error.strerror}") from error
+        except KeyboardInterrupt:
+            shutil.rmtree(run_dir.path, ignore_errors=True)
+            raise
         return run_dir
+
+    @contextmanager
+    def set_aside(self) -> Iterator[Callable[[], None]]:
+        """Set an old run of this name aside, for a run that replaces it. Yield what removes the old run for good.
+
+        If that is not called, the old run is put back in its place. Raises `UserError` if the directory is not that of
+        a run.
+        """
+        if not self.path.exists():
+            yield lambda: None
+            return
+        if not self.config.is_file():
+            raise UserError(f"--overwrite: {self.path} is not a run directory (it has no config.toml)")
+        aside = self.path.with_name(f".{self.path.name}.replaced-{os.getpid()}")
+        self.path.rename(aside)
+
+        def remove() -> None:
+            linked = aside / "checkpoints"
+            if linked.is_symlink():
+                # The checkpoints of the new run go to the same folder, and would be taken for its own.
+                for checkpoint in linked.resolve().glob("step-*"):
+                    shutil.rmtree(checkpoint)
+            shutil.rmtree(aside)
+
+        try:
+            yield remove
+        finally:
+            if aside.exists():
+                shutil.rmtree(self.path, ignore_errors=True)
+                aside.rename(self.path)
 
     def link_checkpoints(self, config: Config) -> None:
         """Make `checkpoints` lead to the run's folder in `[training] checkpoint_directory`, if that is a path."""
@@ -85,7 +146,7 @@ class RunDir:
 
     def config_to_start_with(self) -> Config:
         """Return the configuration that a worker has to start with."""
-        return load_config(self.next_config if self.next_config.is_file() else self.config)
+        return load_saved(self.next_config if self.next_config.is_file() else self.config)
 
     @contextmanager
     def report_full_disk(self) -> Iterator[None]:
@@ -108,7 +169,12 @@ class RunDir:
             raise UserError(f"{path}: no such run directory")
         if not run_dir.config.is_file():
             raise UserError(f"{path}: not a run directory (it has no config.toml)")
-        return run_dir, load_config(run_dir.config)
+        return run_dir, load_saved(run_dir.config)
+
+
+def load_saved(path: Path) -> Config:
+    """Read the configuration of a run. Older versions saved relative paths, which follow the working directory."""
+    return load_config(path, base=Path.cwd())
 
 
 def write_whole(path: Path, data: bytes, *, durable: bool = False) -> None:

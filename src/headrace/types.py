@@ -116,6 +116,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     text: str | None = None
     data: dict[str, Any] = {}
     """The values that a scorer needs, such as the right answer or the task's own entry. JSON values only."""
+    as_text: bool = False
+    """Whether a dataset gave this prompt as text, from which `messages` were made."""
 
 
 class Kept(msgspec.Struct, kw_only=True):

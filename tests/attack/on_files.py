@@ -16,6 +16,7 @@ from model_mutations import mutate_model
 from mutations import LITERALS, Case, as_json, damaged, mutated_json, nasty
 from targets import AGENT, HELDOUT, PROMPTS, QUICKSTART, Targets
 
+from headrace.config.paths import make_absolute
 from headrace.config.schema import Config
 from victims import ROOT, set_all
 
@@ -42,7 +43,8 @@ SLOW_READERS = (
 
 def attack_config(random: Random, targets: Targets, commands: Commands) -> Case:
     """Check a configuration in which some values are nasty, or whose text is damaged."""
-    table: dict[str, Any] = tomllib.loads(random.choice(BASES).read_text())
+    base = random.choice(BASES)
+    table: dict[str, Any] = make_absolute(tomllib.loads(base.read_text()), base.parent)
     table["task"] |= SMALL_DATA
     done = []
     for _ in range(random.choice((1, 1, 2, 4))):

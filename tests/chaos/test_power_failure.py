@@ -136,7 +136,8 @@ def test_friction_34_no_power_failure_loses_a_step_that_was_reported(
 def goes_on(run: Path, last: int, where: str) -> None:
     """Resume a run to its end: it must still have the steps that it had reported, and balance."""
     done = headrace("resume", str(run), "--set", f"run.directory={run.parent}")
-    assert done.returncode == 0, f"{where}: {done.stderr}"
+    finished = "is finished" in done.stderr
+    assert done.returncode == 0 or finished, f"{where}: {done.stderr}"
     ledger = json.loads(headrace("ledger", str(run), "--json").stdout)
     assert ledger["balanced"], f"{where}: {ledger['problems']}"
     with sqlite3.connect(run / "journal.db") as db:
@@ -144,5 +145,5 @@ def goes_on(run: Path, last: int, where: str) -> None:
         again = db.execute("SELECT to_step FROM restarts WHERE process = 'controller'").fetchall()
         digests = db.execute("SELECT COUNT(DISTINCT digest) FROM versions GROUP BY step").fetchall()
     assert steps == list(range(1, VERSIONS + 1)), where
-    assert all(to >= last for (to,) in again) and again, where
+    assert all(to >= last for (to,) in again) and (again or finished), where
     assert all(count == 1 for (count,) in digests), f"{where}: a step has two different weights"

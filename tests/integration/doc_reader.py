@@ -17,12 +17,12 @@ from runs import headrace
 
 from doc_blocks import BLOCKS, ROOT, SHELL, shell_lines
 from headrace.cli.main import app
+from headrace.config import load_config
 from headrace.models.loading import load_model
 
 NOT_RUN = {
     "make ": "sets up an environment, or takes minutes",
     "pip install ": "needs a network",
-    "hf download ": "needs a network",
     "python examples/smollm2/fetch.py": "needs a network; `make examples` runs it",
     "python examples/01_loop.py": "takes long; tests/integration/test_examples_loop.py runs it",
     "python benchmarks/": "takes minutes, or needs a GPU",
@@ -70,6 +70,8 @@ STAND_INS = {
     "reward >= 1 AND newest_version > oldest_version": "reward >= 0 AND newest_version >= oldest_version",
     '"run.versions": 50, "evaluate.prompts": 100': '"run.versions": 2, "evaluate.prompts": 4, "rollouts.group_size": 2,'
     ' "rollouts.max_tokens": 8, "buffer.groups": 2, "engine.max_length": 64, "run.directory": "HOME/runs"',
+    'run={"versions": 50}': 'run={"versions": 2, "directory": "HOME/runs"}, engine={"max_length": 256}',
+    '"group_size": 8, "max_tokens": 32': '"group_size": 2, "max_tokens": 8',
     'dtype="bfloat16", device="cuda"': 'dtype="float32", device="cpu"',
     "EngineConfig(slots=256)": 'EngineConfig(slots=4, device="cpu")',
 }
@@ -164,7 +166,11 @@ class Reader:
             if run in words:
                 self.trained(command)
         if words[1] == "resume":
-            words[2] = str(directory / words[2])  # Absolute, for the tests' fork server.
+            run_dir = directory / words[2]
+            words[2] = str(run_dir)  # Absolute, for the tests' fork server.
+            if "run.versions" not in line:
+                # The reader's run was ended in the middle. That of the tests is finished.
+                words += set_each(f"run.versions={load_config(run_dir / 'config.toml').run.versions + 1}")
         command = " ".join(words[1:])
         if command in TRAINED:
             return self.trained(command)

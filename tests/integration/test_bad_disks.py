@@ -94,7 +94,8 @@ def test_friction_28_a_status_that_cannot_be_written_does_not_end_the_run(run_di
 
 def test_settings_that_are_refused_are_not_kept(run_dir: Path) -> None:
     before = (run_dir / "config.toml").read_bytes()
-    assert "[model] path: nowhere is not a directory" in refused("resume", str(run_dir), "--set", "model.path=nowhere")
+    more = [part for setting in ("run.versions=4", "model.path=nowhere") for part in ("--set", setting)]
+    assert "/nowhere is not a directory" in refused("resume", str(run_dir), *more)
     assert (run_dir / "config.toml").read_bytes() == before
 
 
@@ -113,7 +114,7 @@ def test_settings_of_a_resume_that_was_killed_before_it_had_started_are_not_kept
 ) -> None:
     before = (run_dir / "config.toml").read_bytes()
     stopped = stop("trainer", "headrace.training.serving:build_trainer", 1, "controller")
-    killed = headrace("resume", str(run_dir), "--set", "training.optimizer=muon")
+    killed = headrace("resume", str(run_dir), "--set", "run.versions=4", "--set", "training.optimizer=muon")
     assert stopped.exists() and killed.returncode == -9
     assert (run_dir / "config.toml").read_bytes() == before
     deadline = time.monotonic() + 30

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
+import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
 from runs import NAME, QUICKSTART, ROOT, headrace, recompute, small_settings
+
+from headrace.config.paths import make_absolute
 
 CODE = re.findall(r"^```python\n# my_engine.py\n(.*?)^```", (ROOT / "docs/extending.md").read_text(), re.M | re.S)[0]
 
@@ -16,9 +20,9 @@ CODE = re.findall(r"^```python\n# my_engine.py\n(.*?)^```", (ROOT / "docs/extend
 def train(directory: Path, kind: str, *more: str) -> tuple[int, str]:
     """Train from a TOML of the user's: the quickstart's, with an engine of their own."""
     path = directory / "mine.toml"
-    text = QUICKSTART.read_text()
-    assert text.count("[engine]\n") == 1
-    path.write_text(text.replace("[engine]\n", f'[engine]\nkind = "{kind}"\n'))
+    sections = make_absolute(tomllib.loads(QUICKSTART.read_text()), QUICKSTART.parent)
+    sections["engine"]["kind"] = kind
+    path.write_text(tomli_w.dumps(sections))
     settings = small_settings(directory, "run.versions=2", *more)
     done = headrace("train", str(path), *(word for setting in settings for word in ("--set", setting)))
     return done.returncode, done.stderr

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
+import tomli_w
 from runs import QUICKSTART, small_settings
 
 from headrace import Run
 from headrace.config import load_config
+from headrace.config.paths import make_absolute
 from headrace.observe.progress import NoProgress
 from headrace.pipeline.launch import start_run
 
@@ -58,10 +61,9 @@ class Notes(NoProgress):
 
 def test_friction_48_long_conversations_are_trained_as_truncated(tmp_path: Path) -> None:
     (tmp_path / "talkative.py").write_text(TALKATIVE)
-    text = QUICKSTART.read_text()
-    start, end = text.index("[task]"), text.index("[", text.index("[task]") + 1)
-    task = f'[task]\nkind = "environment"\nfactory = "{tmp_path}/talkative.py:Task"\n\n'
-    (tmp_path / "run.toml").write_text(text[:start] + task + text[end:])
+    sections = make_absolute(tomllib.loads(QUICKSTART.read_text()), QUICKSTART.parent)
+    sections["task"] = {"kind": "environment", "factory": "talkative.py:Task"}
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(sections))
     settings = small_settings(
         tmp_path,
         "run.versions=1",
@@ -69,7 +71,7 @@ def test_friction_48_long_conversations_are_trained_as_truncated(tmp_path: Path)
         "evaluate.prompts=0",
         "buffer.depth=0",
         "engine.max_length=48",
-        "rollouts.max_tokens=200",
+        "rollouts.max_tokens=47",
         "rollouts.max_turns=20",
         "evaluate.samples=2",
     )

@@ -37,7 +37,7 @@ def train(directory: Path, *settings: str) -> str:
         ('buffer.depth="two"', "[buffer] depth: invalid enum value 'two' (one of: a number, unbounded)"),
         ("rollouts.group_size=0", "[rollouts] group_size: expected `int` >= 1"),
         ("task.path=nowhere.jsonl", "nowhere.jsonl: there is no such file"),
-        ("model.path=nowhere", "[model] path: nowhere is not a directory"),
+        ("model.path=nowhere", f"[model] path: {ROOT}/nowhere is not a directory"),
         ("model.weights=load", "has no *.safetensors weights"),
         ("rollouts.stop=['<|no|>']", "<|no|>"),
         ("task.reward=examples.nothing:reward", "examples.nothing"),

@@ -20,6 +20,7 @@ from headrace.config import (
 )
 from headrace.config.declared import correction_facts, losses_that_read
 from headrace.config.load import POLICY_SECTIONS
+from headrace.config.other_names import NAMES
 from headrace.config.schema import AlgorithmConfig
 from headrace.errors import ConfigError
 
@@ -27,7 +28,7 @@ MINIMAL = {"model": {"path": "m"}, "task": {"kind": "gym", "name": "spell_backwa
 
 KEYS = {
     "run": {"name", "directory", "seed", "versions"},
-    "model": {"path", "weights", "dtype"},
+    "model": {"path", "revision", "chat_template", "weights", "dtype"},
     "engine": {
         "kind", "count", "gpus", "gpus_per_engine",
         "threads", "slots", "block_size", "cache_tokens", "max_length", "prefill_chunk", "interrupt",
@@ -62,7 +63,7 @@ KEYS = {
     "gateway": {"serve", "bind", "port", "connections", "max_body", "queue"},
     "pipeline": {"launcher", "stall_seconds", "start_seconds", "restarts", "one_gpu", "record"},
     "cluster": {"hosts", "address", "silence_seconds", "wait_seconds", "trusted_network"},
-    "observe": {"display", "timeline", "keep_rollouts", "trackers"},
+    "observe": {"display", "timeline", "keep_rollouts", "trackers", "tracker_options", "prometheus"},
 }  # fmt: skip
 
 LOSSES = sorted(path.stem for path in Path("src/headrace/algorithms/losses/policy").glob("[!_]*.py"))
@@ -74,16 +75,26 @@ READ_BY_LOSSES = {key: names for key in sorted(KEYS["algorithm"]) if (names := l
 READ_BY_CORRECTIONS = {key: name for name, keys in correction_facts().reads.items() for key in keys}
 
 
-AGENT_KEYS = {
-    "path", "agent", "command", "heldout_path", "system", "demonstration", "workers", "concurrency", "timeout",
+PROMPT_KEYS = {
+    "path", "revision", "subset", "split", "heldout_path", "heldout_split", "fields", "system", "demonstration",
     "weight",
 }  # fmt: skip
-DATASET_KEYS = {"path", "reward", "heldout_path", "system", "demonstration", "weight"}
+AGENT_KEYS = {*PROMPT_KEYS, "agent", "command", "workers", "concurrency", "timeout"}
+DATASET_KEYS = {*PROMPT_KEYS, "format", "reward", "reward_weights"}
 GYM_KEYS = {"name", "config", "size", "system", "suffix", "answer_pattern", "weight"}
 ENVIRONMENT_KEYS = {"factory", "config", "weight"}
 SCORER_KEYS = {"scorer", "weight", "config"}
 POLICY_KEYS = {"model", "engine", "buffer", "algorithm", "training", "lora", "warm_start", "delivery"}
 NOT_SECTIONS = {"task", "task_name", "policy_name", "scorers"}
+
+
+def test_names_of_other_libraries_lead_to_keys_that_exist() -> None:
+    known = {**KEYS, "task": DATASET_KEYS, "scorers": SCORER_KEYS}
+    for name, meant in NAMES.items():
+        for section, keys in re.findall(r"\[(\w+)(?:\.NAME)?\] (\w+(?: and \w+)*)", meant):
+            assert all(key in known[section] for key in keys.split(" and ")), name
+        elsewhere = {key for section, keys in known.items() for key in keys if meant != f"[{section}] {key}"}
+        assert name not in elsewhere, f"{name} is a key here too"
 
 
 def test_keys_are_pinned() -> None:
@@ -104,6 +115,12 @@ def test_keys_are_pinned() -> None:
     [
         ("buffer.depht=2", "[buffer] unknown key 'depht' (did you mean 'depth'?)"),
         ("bufer.depth=2", "unknown section 'bufer' (did you mean 'buffer'?)"),
+        ("training.lr=1e-5", "[training] unknown key 'lr' (here it is [training] learning_rate)"),
+        ("training.num_generations=8", "[training] unknown key 'num_generations' (here it is [rollouts] group_size)"),
+        ("algorithm.beta=0.1", "[algorithm] unknown key 'beta' (here it is [algorithm] kl and kl_weight)"),
+        ("run.max_steps=8", "[run] unknown key 'max_steps' (here it is [run] versions)"),
+        ("run.name=a/b", "[run] name: 'a/b' is not the name of one folder ([run] directory is its path)"),
+        ("run.name=..", "[run] name: '..' is not the name of one folder ([run] directory is its path)"),
         ("buffer.depth=-1", "[buffer] depth: expected `int` >= 0 (one of: a number, unbounded)"),
         ("buffer.depth=many", "[buffer] depth: invalid enum value 'many' (one of: a number, unbounded)"),
         ("buffer.oversample=0.5", "[buffer] oversample: expected `float` >= 1.0"),
@@ -236,6 +253,13 @@ def test_values_that_cannot_go_together() -> None:
     ):
         make_config(MINIMAL, far)
     assert make_config(MINIMAL, [*far, "cluster.trusted_network=true"]).cluster.trusted_network
+    data = {"kind": "dataset", "path": "p"}
+    with pytest.raises(ConfigError, match=r"\[task\] reward: two functions have the same name"):
+        make_config({**MINIMAL, "task": {**data, "reward": ["a.py:reward", "b.py:reward"]}})
+    with pytest.raises(ConfigError, match=r"\[task\] reward_weights: 1 for 2 reward functions"):
+        make_config({**MINIMAL, "task": {**data, "reward": ["a:one", "a:two"], "reward_weights": [1.0]}})
+    with pytest.raises(ConfigError, match=r"\[task\] reward is required"):
+        make_config({**MINIMAL, "task": {**data, "reward": []}})
     with pytest.raises(ConfigError, match=r"\[task\] command: give an agent or a command, not both"):
         make_config({**MINIMAL, "task": {"kind": "agent", "path": "p", "agent": "a:b", "command": ["c"]}})
     with pytest.raises(ConfigError, match=r"\[evaluate\] every"):

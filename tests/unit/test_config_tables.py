@@ -71,7 +71,7 @@ def test_settings_reach_both_forms(tmp_path: Path) -> None:
     assert (resumed.policy_name, resumed.training.beta1, resumed.training.learning_rate) == ("writer", 0.5, 1e-4)
     assert resumed.lora is not None
     alone = make_config({}, ["policies.writer.model.path=m", "tasks.a.kind=gym", "tasks.a.name=x"])
-    assert (alone.policy_name, alone.task_name, alone.model.path) == ("writer", "a", "m")
+    assert (alone.policy_name, alone.task_name, alone.model.path) == ("writer", "a", str(Path("m").absolute()))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_scorers_stand_in_for_a_reward(tmp_path: Path) -> None:
     assert isinstance(config.task, DatasetTaskConfig)
     assert config.task.reward is None
     assert config.scorers == {
-        "exact": ScorerConfig(scorer="scorers.py:Exact"),
+        "exact": ScorerConfig(scorer=f"{Path.cwd()}/scorers.py:Exact"),
         "short": ScorerConfig(scorer="m:Short", weight=-0.5, config={"limit": 9}),
     }
     assert saved(config, tmp_path) == config

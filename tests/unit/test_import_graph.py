@@ -27,6 +27,7 @@ ASSEMBLIES = {
     "headrace.pipeline.inputs": "makes tasks, scorers and tokenizers",
     "headrace.pipeline.launch": "assembles a run",
     "headrace.pipeline.replay": "assembles a trainer alone",
+    "headrace.pipeline.trial": "tries tasks, scorers and tokenizers",
     "headrace.sim": "assembles a run of fakes",
 }
 """Modules and packages that may know concrete classes: they choose one and hand it to those who use it."""

@@ -18,7 +18,7 @@ AWAITED = "The function that makes it awaits it."
 VITAL = "An error in it ends the process (`vital_thread`), and supervision sees the death."
 
 OWNERS = {
-    "headrace/api.py:_outside_of_a_loop": FUTURES,
+    "headrace/api.py:_follow": FUTURES,
     "headrace/bench/delivery.py:_decode": AWAITED,
     "headrace/bench/delivery.py:socket_seconds.pass_once": AWAITED,
     "headrace/bench/engine_rounds.py:run_with_swaps": FUTURES,
@@ -29,6 +29,7 @@ OWNERS = {
     "headrace/channel/worker_pool.py:WorkerPool._dismiss": "The next question to the pool raises its error.",
     "headrace/channel/worker_pool.py:_Worker.__init__": "The worker's questions fail, and the worker is replaced.",
     "headrace/cluster/launchers/holder.py:Holder.__init__": FUTURES,
+    "headrace/cluster/launchers/local.py:hosts_of": FUTURES,
     "headrace/cluster/launchers/local.py:ForkedLauncher._connect": "`next_exit` raises its error, which ends the run.",
     "headrace/cluster/launchers/local.py:LocalLauncher.start": "`next_exit` raises its error, which ends the run.",
     "headrace/cluster/launchers/ray.py:RayLauncher._open": "`next_exit` raises its error, which ends the run.",
@@ -56,7 +57,7 @@ OWNERS = {
     "headrace/gateway/completions.py:Completions": FUTURES,
     "headrace/gateway/completions.py:Completions._draw": AWAITED,
     "headrace/gateway/gateway.py:Gateway.listen": "`Gateway.watch` raises its error, which ends the process.",
-    "headrace/observe/metrics.py:_Feed.__init__": "The tracker is switched off, with a line.",
+    "headrace/observe/trackers/feed.py:_Feed.__init__": "The tracker is switched off, with a line.",
     "headrace/pipeline/episodes.py:Evaluations._evaluated": AWAITED,
     "headrace/rollouts/base.py:AnyEpisode.interruptible": AWAITED,
     "headrace/scoring/base.py:Stage._scores": AWAITED,

@@ -8,13 +8,14 @@ only the mark whether a token is trained.
 """
 
 from collections.abc import Collection
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
 from headrace.types import Group, Rollout, Trace
 
 Filter = Literal["zero_variance", "overlong"]
+FILTERS: tuple[str, ...] = get_args(Filter)
 COMPARED = 2
 """The number of answers that a group needs, unless it was started with a single one."""
 

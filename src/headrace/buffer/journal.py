@@ -150,7 +150,7 @@ class Journal:
         self,
         step: StepRecord,
         lag_histogram: Mapping[int, int],
-        metrics: Mapping[str, float] = {},
+        metrics: Mapping[str, float | None] = {},
         policy: str = POLICY,
     ) -> Future[None]:
         """Record that an optimizer step is done now.

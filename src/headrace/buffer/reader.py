@@ -102,6 +102,17 @@ class JournalReader:
         """Return the optimizer steps of the policy in order, without the supervised steps of a warm start."""
         return self._records(StepRecord, "steps WHERE objective = 'policy' ORDER BY step")
 
+    def step_curves(self) -> list[dict[str, float | None]]:
+        """Return the further numbers of each policy step, in the order of `steps`: curves and the loss's own metrics.
+
+        Steps of older releases have only the metrics of the loss.
+        """
+        sql = "SELECT metrics FROM steps WHERE objective = 'policy' ORDER BY step"
+        try:
+            return [msgspec.json.decode(text, type=dict[str, float | None]) for (text,) in self._db.execute(sql)]
+        except msgspec.DecodeError as error:
+            raise DataError(f"the metrics of a step in the journal are not numbers by name: {error}") from error
+
     def step(self, step: int, policy: str | None = None) -> StepRecord | None:
         """Return one optimizer step, of this policy if the run has several; None if there is no such step."""
         found = self._records(StepRecord, f"steps WHERE step = ? AND objective = 'policy' AND {ASKED}", (step, policy))

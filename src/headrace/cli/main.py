@@ -22,8 +22,17 @@ import msgspec
 import typer
 
 from headrace.bench.options import Bench, DeliveryBench, EngineBench, JournalBench, LoopBench, TrainBench, lines
-from headrace.cli import AsJson, ConfigPath, RunPath, Settings, doctor, launch, review
-from headrace.errors import ConfigError, DataError, HeadraceError, PeerDied, UserError, one_line
+from headrace.cli import AsJson, ConfigPath, RunPath, Settings, doctor, examples, launch, review
+from headrace.errors import (
+    ConfigError,
+    DataError,
+    HeadraceError,
+    ModelError,
+    PeerDied,
+    RunFinished,
+    UserError,
+    one_line,
+)
 
 if TYPE_CHECKING:
     from headrace.config import Config
@@ -49,17 +58,24 @@ def train(
     settings: Settings = None,
     as_json: AsJson = False,
     or_resume: Annotated[bool, typer.Option("--resume", help="If the run exists, go on with it.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="If the run exists, remove it first.")] = False,
 ) -> None:
     """Train a model as CONFIG says."""
     from headrace.config import load_config
+    from headrace.run_dir import RunDir, with_name
 
-    loaded = load_config(config, settings or [])
-    run_dir = Path(loaded.run.directory) / loaded.run.name
+    if or_resume and overwrite:
+        raise UserError("headrace train: --resume goes on with a run and --overwrite removes it; give one of the two")
+    loaded = with_name(load_config(config, settings or []), existing=or_resume or overwrite)
+    run_dir = RunDir.of(loaded).path
     if or_resume and run_dir.exists():
         # What CONFIG says is in the run directory already. The settings may be new: a job gets other hosts.
-        resume(str(run_dir), settings, as_json)
+        try:
+            resume(str(run_dir), settings, as_json)
+        except RunFinished as finished:  # A job that is started again has nothing left to do, which is no mistake.
+            typer.echo(str(finished), err=as_json)
     else:
-        _start(loaded, as_json)
+        _start(loaded, as_json, overwrite=overwrite)
 
 
 def resume(run_dir: RunPath, settings: Settings = None, as_json: AsJson = False) -> None:
@@ -102,14 +118,25 @@ def gateway(config: ConfigPath, settings: Settings = None, as_json: AsJson = Fal
     _start(msgspec.structs.replace(loaded, task=task), as_json)
 
 
-def _start(config: Config, as_json: bool) -> None:
+def _start(config: Config, as_json: bool, *, overwrite: bool = False) -> None:
     from rich.console import Console
 
     from headrace.observe.progress import make_progress
     from headrace.pipeline.launch import start_run
+    from headrace.run_dir import RunDir, with_name
 
+    config = with_name(config)
     progress = make_progress(config.observe.display, Console(stderr=as_json), title=config.run.name)
-    _report(start_run(config, progress), as_json)
+    try:
+        outcome = start_run(config, progress, overwrite=overwrite)
+    except KeyboardInterrupt:
+        left = RunDir.of(config).path
+        after = (
+            f"; go on with: headrace resume {left}" if left.is_dir() else " before the run began; nothing is left of it"
+        )
+        typer.echo(f"headrace: interrupted{after}", err=True)
+        raise typer.Exit(130) from None
+    _report(outcome, as_json)
 
 
 def _report(outcome: RunSession, as_json: bool) -> None:
@@ -123,36 +150,46 @@ def _report(outcome: RunSession, as_json: bool) -> None:
         raise typer.Exit(130)
 
 
-def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False) -> None:
-    """Validate CONFIG. Print it resolved, with the lag bound, the memory, and which side will be the bottleneck."""
+def check(
+    config: ConfigPath,
+    settings: Settings = None,
+    full: Annotated[bool, typer.Option("--full", help="Print every key with its value too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Try what CONFIG says on one prompt. Print what would run where, the lag bound, the memory, and what is odd."""
     from headrace.buffer.admission import capacity, lag_bound
     from headrace.config import dump_config, load_config
+    from headrace.config.hub import model_dir, pinned
     from headrace.config.memory import estimate
     from headrace.config.model_dir import model_facts
     from headrace.config.remarks import dtypes, remarks
-    from headrace.pipeline.inputs import count_prompts
+    from headrace.pipeline.trial import try_inputs
+    from headrace.run_dir import with_name
     from headrace.training.checkpoints.remote_store import check_store
 
-    loaded, placed = _placed(load_config(config, settings or []))
-    check_store(loaded)
-    facts = model_facts(Path(loaded.model.path), loaded.model.weights)
-    train_prompts, heldout_prompts = count_prompts(loaded)
+    loaded, placed = _placed(pinned(load_config(config, settings or [])).config)
+    check_store(with_name(loaded))
+    facts = model_facts(model_dir(loaded.model), loaded.model.weights)
+    tried = try_inputs(loaded, facts)
     buffer, every = loaded.buffer, loaded.delivery.publish_every
     found: dict[str, Any] = {
         "lag_bound": lag_bound(buffer.depth, buffer.groups, every, buffer.max_lag),
         "slots": capacity(buffer.depth, buffer.groups, every, buffer.max_lag),
         "on_stale": buffer.on_stale if buffer.max_lag is not None else None,
-        "train_prompts": train_prompts,
-        "heldout_prompts": heldout_prompts,
+        "train_prompts": tried.train_prompts,
+        "heldout_prompts": tried.heldout_prompts,
+        "prompt": tried.prompt,
+        "prompt_tokens": tried.prompt_tokens,
         "dtypes": dtypes(loaded),
         **estimate(loaded, facts),
         "placement": placed(facts),
-        "remarks": remarks(loaded, facts),
+        "remarks": [*remarks(loaded, facts), *tried.notes],
     }
     if as_json:
         typer.echo(json.dumps({"config": msgspec.to_builtins(loaded), **found}, indent=2))
         return
-    typer.echo(dump_config(loaded))
+    if full:
+        typer.echo(dump_config(loaded))
     for line in _check_lines(found):
         typer.echo(line)
 
@@ -190,6 +227,7 @@ def _check_lines(found: dict[str, Any]) -> list[str]:
     return [
         f"model       {found['architecture']}, {found['parameters'] / 1e6:.1f}M parameters",
         f"prompts     {found['train_prompts']} to train on, {found['heldout_prompts']} held out",
+        *_prompt_lines(found),
         f"lag         at most {found['lag_bound']} versions; {found['slots']} groups under way{slow}",
         "dtypes      engines serve in {engine}, the trainer computes in {trainer}".format(**found["dtypes"]),
         f"memory      {trainer} {size['trainer']}{offloaded}, each engine {size['engine']}, shared {size['shared']}",
@@ -198,6 +236,14 @@ def _check_lines(found: dict[str, Any]) -> list[str]:
         *(f"places      {line}" for line in found["placement"]),
         *(f"note        {remark}" for remark in found["remarks"]),
     ]
+
+
+def _prompt_lines(found: dict[str, Any]) -> list[str]:
+    """Return the first prompt as the policy sees it, on one line. The prompts of agents are not known."""
+    if not found["prompt"]:
+        return []
+    text = json.dumps(found["prompt"], ensure_ascii=False)
+    return [f"prompt      {one_line(text, 300)} ({found['prompt_tokens']} tokens, the first one)"]
 
 
 _INT32 = 2**31 - 1
@@ -209,6 +255,9 @@ class InputLine(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     token_ids: list[Annotated[int, msgspec.Meta(ge=0, le=_INT32)]] | None = None
     text: str | None = None
+    """Text that is continued as it is."""
+    prompt: str | list[dict[str, str]] | None = None
+    """The same as in datasets: a question, or messages, which the chat template renders."""
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=_INT32)] = 256
     temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
@@ -217,9 +266,15 @@ class InputLine(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     n: Annotated[int, msgspec.Meta(ge=1, le=_INT32)] = 1
 
 
+class DatasetLine(InputLine, forbid_unknown_fields=False, kw_only=True):
+    """A line of a dataset. Its further fields, such as the answer, are for a reward function."""
+
+
 def generate(
-    model_dir: Annotated[str, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face directory.")],
-    input_: Annotated[str, typer.Option("--input", help="JSON lines: token_ids or text, max_tokens, temperature, ...")],
+    model: Annotated[str, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face directory, or owner/name.")],
+    input_: Annotated[
+        str, typer.Option("--input", help="JSON lines: prompt, text or token_ids, max_tokens, temperature, ...")
+    ],
     output: Annotated[str, typer.Option("--output", help="JSON lines: token_ids, logprobs, versions, finish_reason.")],
     slots: Annotated[int, typer.Option(help="Sequences that decode together.", min=1)] = 64,
     threads: Annotated[int, typer.Option(help="Compute threads; 0 takes torch's default.", min=0)] = 0,
@@ -227,18 +282,20 @@ def generate(
 ) -> None:
     """Continue every prompt of a file. Each answer is one line, in the order of the input."""
     from headrace.config.file_digests import check_digests
+    from headrace.config.hub import given_model
     from headrace.config.model_dir import check_model_dir, text_config
     from headrace.tasks.chat import ChatFormat
 
     weights = "random" if random_weights else "load"
-    config = check_model_dir(Path(model_dir), weights, key="MODEL_DIR")
-    check_digests(Path(model_dir), "MODEL_DIR")
-    chat = ChatFormat.load(model_dir) if (Path(model_dir) / "tokenizer.json").is_file() else None
+    path = given_model(model, "MODEL_DIR", weights=weights)
+    config = check_model_dir(path, weights, key="MODEL_DIR")
+    check_digests(path, "MODEL_DIR")
+    chat = ChatFormat.load(path) if (path / "tokenizer.json").is_file() else None
     vocabulary = text_config(config).get("vocab_size") or _INT32
     requests = list(_requests(Path(input_), chat, vocabulary))
     try:
         with Path(output).open("w") as out:
-            answers = _answers(model_dir, weights, requests, slots, threads)
+            answers = _answers(path, weights, requests, slots, threads)
             for request, answer in zip(requests, answers, strict=True):
                 out.write(json.dumps(_record(request, answer, chat)) + "\n")
     except OSError as error:
@@ -259,16 +316,18 @@ def _requests(path: Path, chat: ChatFormat | None, vocabulary: int) -> Iterator[
     for number, text in enumerate(lines, start=1):
         where = f"{path}, line {number}"
         try:
-            line = msgspec.json.decode(text, type=InputLine)
+            fields = msgspec.json.decode(text)
+            of_dataset = isinstance(fields, dict) and "prompt" in fields
+            line = msgspec.json.decode(text, type=DatasetLine if of_dataset else InputLine)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DataError(f"{where}: {error}") from error
-        if (line.token_ids is None) == (line.text is None):
-            raise DataError(f'{where}: give either "token_ids" or "text"')
-        if line.text is not None and chat is None:
+        if sum(given is not None for given in (line.token_ids, line.text, line.prompt)) != 1:
+            raise DataError(f'{where}: give one of "prompt", "text" and "token_ids"')
+        if line.token_ids is None and chat is None:
             raise DataError(f'{where}: the model has no tokenizer.json, so "token_ids" is needed')
         if line.token_ids and max(line.token_ids) >= vocabulary:
             raise DataError(f"{where}: token id {max(line.token_ids)} is not in the model's vocabulary of {vocabulary}")
-        tokens = np.array(line.token_ids if line.token_ids is not None else chat and chat.encode(line.text or ""))
+        tokens = np.array(line.token_ids if line.token_ids is not None else _opened(line, chat, where))
         for sample in range(line.n):
             yield Request(
                 id=f"{number}/{sample}",
@@ -285,7 +344,19 @@ def _requests(path: Path, chat: ChatFormat | None, vocabulary: int) -> Iterator[
             )
 
 
-def _answers(model_dir: str, weights: str, requests: list[Request], slots: int, threads: int) -> list[list[Delta]]:
+def _opened(line: InputLine, chat: ChatFormat | None, where: str) -> Any:
+    """Return the tokens of a line that is given as text or as a prompt."""
+    assert chat is not None
+    if line.prompt is None:
+        return chat.encode(line.text or "")
+    messages = [{"role": "user", "content": line.prompt}] if isinstance(line.prompt, str) else line.prompt
+    try:
+        return chat.open(messages)
+    except ModelError as error:
+        raise DataError(f"{where}: {error}") from error
+
+
+def _answers(path: Path, weights: str, requests: list[Request], slots: int, threads: int) -> list[list[Delta]]:
     import torch
     from rich.console import Console
     from rich.progress import Progress
@@ -298,7 +369,7 @@ def _answers(model_dir: str, weights: str, requests: list[Request], slots: int, 
 
     if threads:
         torch.set_num_threads(threads)
-    model = load_model(model_dir, weights=weights, device=choose_device("auto", "engine"))
+    model = load_model(path, weights=weights, device=choose_device("auto", "engine"))
     longest = longest_sequence(0, getattr(model.config, "max_position_embeddings", 0))
     check_model(model, longest)
     core = EngineCore(model, EngineConfig(slots=slots), name="engine-0", max_length=longest, version=0)
@@ -367,6 +438,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from headrace import __version__
+
+        typer.echo(f"headrace {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and end.")
+    ] = False,
+) -> None: ...
+
+
 app.command()(train)
 app.command()(resume)
 app.command()(scale)
@@ -387,6 +476,7 @@ app.command()(review.stall)
 app.command()(review.export)
 app.command()(review.convert)
 app.command()(doctor.doctor)
+app.command()(examples.examples)
 
 
 def main() -> None:

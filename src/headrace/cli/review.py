@@ -49,7 +49,7 @@ def rollouts(
     where: Annotated[str, typer.Option(help='An SQL condition on the table rollouts: "reward >= 1".')] = "TRUE",
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many; 20 are shown, all are exported.")] = None,
     export: Annotated[str | None, typer.Option(metavar="FILE", help="Write to FILE.jsonl or FILE.parquet.")] = None,
-    text: Annotated[bool, typer.Option("--text", help="Decode the completions.")] = False,
+    text: Annotated[bool, typer.Option("--text", help="Decode the prompts and the completions.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Browse the recorded rollouts of RUN_DIR, or export them with their tokens."""
@@ -95,6 +95,9 @@ def audit(
 
     logging.disable_progress_bar()
     found = check(Path(run_dir), PlainModel, samples=samples, seed=seed, tolerance=tolerance)
+    if not found.compared and not found.problems and not as_json:
+        # A table without a single comparison says nothing.
+        raise UserError(f"{run_dir}: nothing could be checked ({found.recorded:,} rollouts recorded); {HINT}")
     # msgspec writes an error that is not finite as null, because JSON has no infinity.
     encoded = msgspec.json.format(msgspec.json.encode(found.as_dict()), indent=2).decode()
     typer.echo(encoded if as_json else describe_audit(found))

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.cluster.placement import VISIBLE, Gpu, Host, Placement, check_memory, place
+from headrace.config.hub import model_dir
 from headrace.config.memory import estimate, least_engine_bytes, teacher_facts, trainer_memory
 from headrace.config.model_dir import ModelFacts, model_facts
 from headrace.config.schema import Config
@@ -96,7 +97,7 @@ def place_run(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]
     if not any(host.gpus for host in hosts):
         placement = place(config, hosts)
         return placement.applied(config), placement
-    facts = model_facts(Path(config.model.path), config.model.weights)
+    facts = model_facts(model_dir(config.model), config.model.weights)
 
     def rates() -> tuple[float, float]:
         found = estimate(config, facts)

@@ -399,8 +399,8 @@ class Fleet(Processes):
             self._reasons[peer] = f"its messages cannot be read: {reason}"
             self._launcher.kill(peer)
 
-    async def stop(self) -> None:
-        """Ask every worker to end, and kill those that do not. Idempotent."""
+    async def stop(self, grace: float = STOP_SECONDS) -> None:
+        """Ask every worker to end, and kill those that do not within `grace` seconds. Idempotent."""
         if not self._stopping:
             self._stopping = True
             for peer in self.hub.peers:
@@ -408,7 +408,7 @@ class Fleet(Processes):
                     await self.hub.send(peer, Stop())
                 except ChannelError:
                     continue  # It is gone already, which is what we want.
-        await self._launcher.stop(STOP_SECONDS)
+        await self._launcher.stop(grace)
         await self.hub.close()
         self._sockets.remove()
 

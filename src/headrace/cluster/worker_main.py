@@ -216,6 +216,7 @@ def _serve_trainer(link: WorkerLink, config: Config, last_step: int | None, meet
 
 
 def _serve_gateway(link: WorkerLink, config: Config) -> None:
+    from headrace.config.hub import model_dir
     from headrace.config.memory import longest_sequence
     from headrace.config.model_dir import model_facts
     from headrace.gateway.gateway import Gateway
@@ -224,8 +225,8 @@ def _serve_gateway(link: WorkerLink, config: Config) -> None:
 
     link.phase = "loading"
     sys.setswitchinterval(0.001)  # The thread of the link must not wait long for a busy event loop.
-    chat = ChatFormat.load(config.model.path)
-    facts = model_facts(Path(config.model.path), config.model.weights)
+    chat = ChatFormat.load(model_dir(config.model), config.model.chat_template)
+    facts = model_facts(model_dir(config.model), config.model.weights)
     agents = config.task.workers * config.task.concurrency if isinstance(config.task, AgentTaskConfig) else 0
     GatewayRole(
         link,

@@ -6,6 +6,7 @@ checked or started. So a run directory can be examined on a machine that does no
 """
 
 import ipaddress
+from collections.abc import Mapping
 
 from headrace.config.declared import (
     LossFacts,
@@ -24,13 +25,19 @@ from headrace.config.schema import (
     DatasetTaskConfig,
     EngineRange,
     LoraConfig,
+    PromptsSection,
     RolloutsConfig,
+    ScorerConfig,
     is_reference,
     names_of,
 )
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, one_line
 
 REFERENCES = "or module:attribute, or file.py:attribute"
+
+
+LONGEST_NAME = 200
+"""The most bytes of a run's name. The names of its files and segments are longer."""
 
 
 def check_together(config: Config) -> None:
@@ -45,6 +52,7 @@ def check_together(config: Config) -> None:
             if names is not None and value not in names and not is_reference(value):
                 allowed = ", ".join([*names, REFERENCES])
                 raise ConfigError(f"[{name}] {key}: invalid enum value {value!r} (one of: {allowed})")
+    _check_run_name(config.run.name)
     _check_algorithm(config.algorithm, config.rollouts)
     _check_engine(config)
     _check_buffer(config)
@@ -52,8 +60,8 @@ def check_together(config: Config) -> None:
         _check_lora(config.lora)
     _check_bind("delivery", config.delivery.bind)
     _check_bind("gateway", config.gateway.bind)
-    if isinstance(config.task, DatasetTaskConfig) and config.task.reward is None and not config.scorers:
-        raise ConfigError("[task] reward is required, or a scorer in its place ([scorers.NAME])")
+    if isinstance(config.task, DatasetTaskConfig):
+        _check_rewards(config.task, config.scorers)
     if isinstance(config.task, AgentTaskConfig) and config.task.agent is not None and config.task.command:
         raise ConfigError("[task] command: give an agent or a command, not both")
     if isinstance(config.task, AgentTaskConfig) and config.rollouts.truncates:
@@ -61,9 +69,32 @@ def check_together(config: Config) -> None:
     _check_ranks(config)
     if not is_reference(config.delivery.transport):
         check_transport(config)
-    whole_file = config.evaluate.prompts is None and getattr(config.task, "heldout_path", None) is not None
+    whole_file = (
+        config.evaluate.prompts is None
+        and isinstance(config.task, PromptsSection)
+        and bool(config.task.heldout_path or config.task.heldout_split)
+    )
     if config.evaluate.every and not (config.evaluate.prompts or whole_file):
         raise ConfigError("[evaluate] every: needs prompts > 0")
+
+
+def _check_run_name(name: str) -> None:
+    """Refuse a name that is not one folder of `[run] directory`. Processes and shared memory have the name too."""
+    blank = bool(name) and not name.strip()
+    if blank or name in (".", "..") or "/" in name or not name.isprintable() or len(name.encode()) > LONGEST_NAME:
+        raise ConfigError(
+            f"[run] name: {one_line(name, 80)!r} is not the name of one folder ([run] directory is its path)"
+        )
+
+
+def _check_rewards(task: DatasetTaskConfig, scorers: Mapping[str, ScorerConfig]) -> None:
+    rewards = task.named_rewards
+    if not rewards and not scorers:
+        raise ConfigError("[task] reward is required, or a scorer in its place ([scorers.NAME])")
+    if isinstance(task.reward, list) and len(rewards) < len(task.reward):
+        raise ConfigError("[task] reward: two functions have the same name; name one of them by [scorers.NAME] instead")
+    if task.reward_weights and len(task.reward_weights) != len(rewards):
+        raise ConfigError(f"[task] reward_weights: {len(task.reward_weights)} for {len(rewards)} reward functions")
 
 
 def _check_buffer(config: Config) -> None:

@@ -13,10 +13,16 @@ SUMS = "SHA256SUMS"
 
 
 def write_digests(directory: Path) -> None:
-    """Write the digests of all files below a directory, and wait until the files and the names are on the disk."""
+    """Write the digests of all files below a directory, and wait until the files and the names are on the disk.
+
+    The files get the permissions that a new file of this user has (the umask). Libraries that write weights give them
+    to their owner alone.
+    """
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / SUMS)
     lines = [f"{_digest(path)}  {path.relative_to(directory).as_posix()}\n" for path in files]
     (directory / SUMS).write_text("".join(lines))
+    for path in files:
+        path.chmod((directory / SUMS).stat().st_mode)
     for path in [*directory.rglob("*"), directory]:
         sync(path)
 

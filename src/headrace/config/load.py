@@ -23,6 +23,8 @@ import msgspec
 import tomli_w
 
 from headrace.config.checks import REFERENCES, check_together
+from headrace.config.other_names import key_for
+from headrace.config.paths import make_absolute
 from headrace.config.schema import Config, ScorerConfig, Section, is_reference, names_of
 from headrace.errors import ConfigError, one_line
 from headrace.types import POLICY, TASK
@@ -38,8 +40,11 @@ _UNKNOWN = re.compile(r"unknown field `(?P<key>[^`]*)`")
 _MISSING = re.compile(r"missing required field `(?P<key>[^`]*)`")
 
 
-def load_config(path: str | Path, settings: Iterable[str] = ()) -> Config:
-    """Read a TOML file and apply `section.key=value` settings to it. Raises `ConfigError`."""
+def load_config(path: str | Path, settings: Iterable[str] = (), *, base: Path | None = None) -> Config:
+    """Read a TOML file and apply `section.key=value` settings to it. Raises `ConfigError`.
+
+    Relative paths in the file follow `base`, by default the directory of the file.
+    """
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"{path}: no such configuration file")
@@ -47,12 +52,16 @@ def load_config(path: str | Path, settings: Iterable[str] = ()) -> Config:
         raw = tomllib.loads(path.read_text())
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
-    return make_config(raw, settings)
+    return make_config(raw, settings, base=path.parent if base is None else base)
 
 
-def make_config(raw: Mapping[str, Any], settings: Iterable[str] = ()) -> Config:
-    """Make a checked configuration from nested dictionaries. Raises `ConfigError`."""
+def make_config(raw: Mapping[str, Any], settings: Iterable[str] = (), *, base: Path | None = None) -> Config:
+    """Make a checked configuration from nested dictionaries. Raises `ConfigError`.
+
+    Relative paths follow `base`, by default the working directory. Those in `settings` follow the working directory.
+    """
     given = _ShortForm(raw)
+    given.data = make_absolute(given.data, (base or Path()).absolute())
     for setting in settings:
         _apply(given, setting)
     try:
@@ -114,7 +123,14 @@ def _apply(given: _ShortForm, setting: str) -> None:
         if not isinstance(inner, dict):
             raise ConfigError(f"--set {setting}: {part} is a value, not a section")
         target = inner
-    target[parts[-1]] = _value(text.strip())
+    place, value = parts[-1], _value(text.strip())
+    nested: dict[str, Any] = {place: value}
+    for part in reversed(parts[:-1]):
+        nested = {part: nested}
+    nested = make_absolute(nested, Path.cwd())
+    for part in parts[:-1]:
+        nested = nested[part]
+    target[place] = nested[place]
 
 
 def _value(text: str) -> Any:
@@ -281,6 +297,8 @@ def _explain(message: str, *inside: str) -> str:
 
 
 def _hint(key: str, known: list[str]) -> str:
+    if meant := key_for(key):
+        return f"here it is {meant}"
     close = difflib.get_close_matches(key, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.config.declared import needs, transport_facts
+from headrace.config.hub import model_dir, teacher_dir
 from headrace.config.model_dir import ModelFacts, model_facts
 from headrace.config.schema import Config, LoraConfig, TrainingConfig
 from headrace.errors import UserError
@@ -110,8 +111,8 @@ def longest_sequence(configured: int, positions: int) -> int:
 
 def teacher_facts(config: Config) -> ModelFacts | None:
     """Return the figures of the model that `[algorithm] teacher` names, if there is one."""
-    teacher = config.algorithm.teacher
-    return model_facts(Path(teacher), "load") if teacher is not None else None
+    teacher = teacher_dir(config)
+    return model_facts(teacher, "load") if teacher is not None else None
 
 
 def engine_share(
@@ -131,7 +132,7 @@ def share_beside_trainer(config: Config, total: int, count: int = 1) -> float:
     The share is `[engine] memory_fraction`, or else what the trainer is estimated to leave. Raises `UserError` if
     trainer and engines do not fit together.
     """
-    facts, teacher = model_facts(Path(config.model.path), config.model.weights), teacher_facts(config)
+    facts, teacher = model_facts(model_dir(config.model), config.model.weights), teacher_facts(config)
     needed = trainer_memory(config, facts, teacher).total
     given = config.engine.memory_fraction
     if given is None:

@@ -47,8 +47,9 @@ class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class RunConfig(Section, frozen=True):
     """[run]: settings of the whole run."""
 
-    name: str = "run"
-    """The name of the run and of its directory."""
+    name: str = ""
+    """The name of the run and of its directory. A run without a name becomes `run`, or `run-2`, `run-3`, ... if
+    there are such runs already. A name that is given is never changed: if the run exists, it is refused."""
     directory: str = "runs"
     """The run's files go to `directory/name`."""
     seed: NonNegative = 0
@@ -58,10 +59,17 @@ class RunConfig(Section, frozen=True):
 
 
 class ModelConfig(Section, frozen=True):
-    """[model]: the model to train, as a Hugging Face directory."""
+    """[model]: the model to train, by its name on the Hugging Face hub or as a directory."""
 
     path: str
-    """A local directory with `config.json`, `tokenizer.json` and, unless `weights = "random"`, safetensors weights."""
+    """A directory with `config.json`, `tokenizer.json` and, unless `weights = "random"`, safetensors weights. Where
+    there is no such directory: a name on the hub, such as "Qwen/Qwen3-0.6B" (`docs/models_and_data.md`)."""
+    revision: str = ""
+    """The branch, tag or commit of a model on the hub. By default its main branch. The run saves the commit that this
+    was when the run began, and resumes with it."""
+    chat_template: str | None = None
+    """A chat template of your own in place of the model's: a file, or the template itself. The run saves its text, and
+    checkpoints carry it."""
     weights: Literal["load", "random"] = "load"
     """`load`: read the weights from the directory. `random`: draw them from `[run] seed`; the directory then needs only
     `config.json` and `tokenizer.json`."""
@@ -78,23 +86,55 @@ class TaskSection(Section, frozen=True, tag_field="kind"):
     """This task's share of the prompts, relative to the weights of the run's other tasks. A run has one task so far."""
 
 
-class DatasetTaskConfig(TaskSection, frozen=True, kw_only=True, tag="dataset"):
-    """[task] kind = "dataset": prompts from a JSON lines file, judged by a reward function of yours."""
+class PromptsSection(TaskSection, frozen=True, kw_only=True):
+    """Keys of a task whose prompts are the rows of a file, or of a dataset on the hub."""
 
     path: str
-    """A JSON lines file. Each line is `{"prompt": text or messages, ...}`. The other fields, except `id`, are for the
-    reward function."""
-    reward: str | None = None
-    """The reward function: `module:function`, or `path/to/file.py:function`. It is called with `completion` and with
-    those fields of the line that its parameters name, such as `answer`. If a line lacks a field, the default of the
-    parameter is used; without a default, the rollout fails. Required unless there are `[scorers.NAME]`."""
+    """A file of rows, by the end of its name: `.jsonl`, `.json` (a list of objects), `.csv` or `.parquet`. Or the name
+    of a dataset on the hub, such as "openai/gsm8k". Parquet and the hub need `pip install "headrace[data]"`. A row has
+    a `prompt` (text or messages). Its other fields, except `id`, are for the reward function or the agent."""
+    revision: str = ""
+    """The branch, tag or commit of a dataset on the hub. By default its main branch. The run saves the commit that this
+    was when the run began, and resumes with it."""
+    subset: str | None = None
+    """The subset (configuration) of a dataset on the hub, such as "main". By default the only one."""
+    split: str = "train"
+    """The split of a dataset on the hub to train on."""
     heldout_path: str | None = None
-    """A second file, for evaluation. Without it, `[evaluate] prompts` lines are held out of `path`, chosen by a hash of
-    their ids."""
+    """A second file or dataset, for evaluation. Without `heldout_path` and `heldout_split`, `[evaluate] prompts` rows
+    are held out of `path`, chosen by a hash."""
+    heldout_split: str | None = None
+    """The split of a dataset on the hub for evaluation, such as "test". By default `split` of `heldout_path`."""
+    fields: dict[str, str] = {}
+    """The fields of a row under other names: `{prompt = "question", answer = "solution"}` takes the prompt from the
+    field `question`, and gives the reward function the field `solution` as `answer` too."""
     system: str | None = None
     """A system message before every prompt that is given as text."""
     demonstration: str | None = "answer"
-    """The field of each line that holds a correct answer, for a supervised warm start."""
+    """The field of each row that holds a correct answer, for a supervised warm start."""
+
+
+class DatasetTaskConfig(PromptsSection, frozen=True, kw_only=True, tag="dataset"):
+    """[task] kind = "dataset": prompts from a file or from the hub, judged by a reward function of yours."""
+
+    format: Literal["chat", "text"] = "chat"
+    """How a prompt that is text reaches the model. `chat`: as a user's message, by the chat template. `text`: as it is,
+    after the token that the tokenizer puts before every text, if there is one (BOS). Base models without a chat
+    template need `text`."""
+    reward: str | list[str] | None = None
+    """The reward function: `module:function`, or `path/to/file.py:function`. It is called with `completion` and with
+    those fields of the line that its parameters name, such as `answer`. If a line lacks a field, the default of the
+    parameter is used; without a default, the rollout fails. A list names several functions: each is recorded under the
+    name of the function, and the reward is their weighted sum. Required unless there are `[scorers.NAME]`."""
+    reward_weights: list[float] = []
+    """The weights of the reward functions, in their order. By default each weighs 1."""
+
+    @property
+    def named_rewards(self) -> dict[str, str]:
+        """The references to the reward functions by the names under which they are recorded."""
+        if isinstance(self.reward, list):
+            return {reference.rpartition(":")[2].rpartition(".")[2]: reference for reference in self.reward}
+        return {} if self.reward is None else {"reward": self.reward}
 
 
 class GymTaskConfig(TaskSection, frozen=True, kw_only=True, tag="gym"):
@@ -124,24 +164,15 @@ class EnvironmentTaskConfig(TaskSection, frozen=True, kw_only=True, tag="environ
     """The arguments of the factory."""
 
 
-class AgentTaskConfig(TaskSection, frozen=True, kw_only=True, tag="agent"):
+class AgentTaskConfig(PromptsSection, frozen=True, kw_only=True, tag="agent"):
     """[task] kind = "agent": agents that speak OpenAI's API work on prompts, through the gateway of the run."""
 
-    path: str
-    """A JSON lines file. Each line is `{"prompt": text or messages, ...}`. The agent gets the other fields too."""
     agent: str | None = None
     """The agent: `module:function`, or `path/to/file.py:function`. The reward is what the function returns or posts.
     `headrace gateway` ignores `agent` and `command`: there agents connect from outside."""
     command: list[str] = []
     """A program that is started for every rollout, instead of `agent`. Without `agent` and `command`, agents connect
     from outside."""
-    heldout_path: str | None = None
-    """A second file, for evaluation. Without it, `[evaluate] prompts` lines are held out of `path`, chosen by a hash of
-    their ids."""
-    system: str | None = None
-    """A system message before every prompt that is given as text."""
-    demonstration: str | None = "answer"
-    """The field of each line that holds a correct answer, for a supervised warm start."""
     workers: Processes = 1
     """The number of processes in which agents run."""
     concurrency: Positive = 32
@@ -349,7 +380,8 @@ class AlgorithmConfig(Section, frozen=True):
     """The sampler's share in the interpolated proximal policy of decoupled_ppo. By default 1 / lag of the token, and 0
     at lag 0."""
     teacher: str | None = None
-    """distillation: the directory of the model to learn from. Its tokenizer must be that of the trained model."""
+    """distillation: the model to learn from: a directory, or a name on the hub, `owner/name` or `owner/name@revision`.
+    Its tokenizer must be that of the trained model."""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
     """The estimate of the divergence from the reference policy that is added to the loss. It needs one more forward
     pass. The reference is a copy of the weights before the first policy step, after a warm start if there is one. With
@@ -441,9 +473,10 @@ class TrainingConfig(Section, frozen=True):
     share_prefixes: bool = True
     """Compute the prompt that a group's answers share only once. On a GPU this is done where the prompt is long enough
     to pay."""
-    checkpoint_every: NonNegative = 0
-    """The number of versions between checkpoints. 0 writes one checkpoint only, when the run finishes or after Ctrl-C.
-    A run that is killed before that has none."""
+    checkpoint_every: NonNegative = 20
+    """The number of versions between checkpoints. A run that is killed trains at most so many versions again, from the
+    answers in its journal; it generates none of them again. A checkpoint takes the time to write the weights and the
+    optimizer once. 0 writes one checkpoint only, when the run finishes or after Ctrl-C."""
     checkpoint_directory: str = ""
     """The directory in which the run's checkpoints are, in a folder with the name of the run. It is a path, or a URL
     that fsspec can write, such as `s3://bucket/checkpoints`. With a URL, the trainer writes each checkpoint to its disk
@@ -628,8 +661,14 @@ class ObserveConfig(Section, frozen=True):
     keep_rollouts: bool = True
     """Keep every rollout's tokens in `segments/`."""
     trackers: list[str] = []
-    """Trackers of your own that follow the run: `module:attribute` or `path/to/file.py:attribute` of a factory. Each
-    tracker gets every record of `metrics.jsonl`."""
+    """Trackers that follow the run: `wandb`, `tensorboard`, `mlflow`, `trackio`, or your own, as `module:attribute` or
+    `path/to/file.py:attribute` of a factory. Each tracker gets every record of `metrics.jsonl`."""
+    tracker_options: dict[str, dict[str, Any]] = {}
+    """The options of each tracker, by its name in `trackers`, such as `[observe.tracker_options.wandb]` with
+    `project = "my-project"`."""
+    prometheus: str = ""
+    """The address at which the newest numbers are served in the format of Prometheus, such as `127.0.0.1:9400`. Empty:
+    they are not served."""
 
 
 class Config(Section, frozen=True):

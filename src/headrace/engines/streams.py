@@ -53,7 +53,7 @@ class StreamedEngine:
                     async with asyncio.timeout(self._token_deadline):
                         delta = await stream.get()
                 except TimeoutError as error:
-                    waited = f"{self.name} sent nothing for request {request.id} in {self._token_deadline:g} s"
+                    waited = f"{self.name} sent nothing for a request in {self._token_deadline:g} s"
                     raise DeadlineError(waited) from error
                 finished = delta.finish is not None
                 yield delta

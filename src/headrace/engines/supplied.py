@@ -15,6 +15,7 @@ import msgspec
 
 from headrace.channel.worker_link import WorkerLink
 from headrace.config import Config
+from headrace.config.hub import model_dir
 from headrace.config.memory import longest_sequence
 from headrace.config.model_dir import model_facts
 from headrace.delivery.base import Manifest, Proof
@@ -122,11 +123,11 @@ def serve(link: WorkerLink, config: Config) -> None:
 
 @asynccontextmanager
 async def _opened(factory: Callable[[EngineContext], Any], link: WorkerLink, config: Config) -> AsyncIterator[Opened]:
-    model = model_facts(Path(config.model.path), config.model.weights)
+    model = model_facts(model_dir(config.model), config.model.weights)
     context = EngineContext(
         name=link.name,
         config=config,
-        model_path=Path(config.model.path),
+        model_path=model_dir(config.model),
         max_length=longest_sequence(config.engine.max_length, model.max_positions),
         keys=link.run_dir / KEYS,
     )

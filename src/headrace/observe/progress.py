@@ -9,7 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from copy import copy
-from typing import Literal
+from io import StringIO
+from typing import Any, Literal
 
 import msgspec
 from rich.console import Console, Group, RenderableType
@@ -353,7 +354,11 @@ class LiveProgress(_ConsoleProgress):
         mean, most = lag_mean_and_max(snapshot.lag_histogram)
         if mean is None:
             return Text("nothing trained yet", QUIET)
-        text = Text()
+        # The figures come first: on a narrow terminal the end of the line is cut.
+        text = Text(f"mean {mean:.2f}  max {most}")
+        if snapshot.lag_bound is not None:
+            text.append(f"  bound {snapshot.lag_bound}", "yellow")
+        text.append("   ")
         tokens = sum(snapshot.lag_histogram.values())
         last = max(*snapshot.lag_histogram, snapshot.lag_bound or 0)
         for lag in range(min(last, MAX_LAGS - 1) + 1):
@@ -364,9 +369,6 @@ class LiveProgress(_ConsoleProgress):
             text.append(f"{100 * share:3.0f}%  ")
             if lag == snapshot.lag_bound:
                 text.append(f"{self._glyphs.bound} ", "yellow")
-        text.append(f"mean {mean:.2f}  max {most}")
-        if snapshot.lag_bound is not None:
-            text.append(f"  bound {snapshot.lag_bound}", "yellow")
         return text
 
     def _buffer(self, snapshot: RunSnapshot, width: int) -> Text:
@@ -390,11 +392,62 @@ class LiveProgress(_ConsoleProgress):
         return text.append(f"  {activity.phase}", QUIET)
 
 
+class NotebookProgress(LiveProgress):
+    """The panel of `LiveProgress` as one output of a notebook's cell. Notes are outputs after it."""
+
+    WIDTH = 104
+    SECONDS_BETWEEN = 1.0
+    FORMAT = '<pre style="line-height: 1.2; font-family: monospace">{code}</pre>'
+
+    def __init__(
+        self, console: Console, *, title: str = "headrace", clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._paper = Console(file=StringIO(), record=True, width=self.WIDTH, force_jupyter=False, force_terminal=True)
+        super().__init__(self._paper, title=title, clock=clock)
+        self._cell = console
+        self._handle: Any = None
+
+    def start(self) -> None:
+        """Make the output."""
+        self._started = self._clock()
+        self._show(Text("starting"))
+
+    def note(self, line: str) -> None:
+        """Print a line in the cell."""
+        self._cell.print(one_line(line, NOTE_LENGTH), markup=False, highlight=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        """Draw the last state, which stays in the notebook."""
+        if self._snapshot is not None:
+            self._draw(self._snapshot, self._clock())
+            self._snapshot = None
+
+    def _draw(self, snapshot: RunSnapshot, now: float) -> None:
+        self._drawn = now
+        self._show(self.render(snapshot, now))
+
+    def _show(self, panel: RenderableType) -> None:
+        from IPython.display import HTML, display
+
+        self._paper.print(panel)
+        html = HTML(self._paper.export_html(inline_styles=True, code_format=self.FORMAT))
+        if self._handle is None:
+            # By an id the output is found again from any thread.
+            self._handle = display(html, display_id=True)
+        else:
+            self._handle.update(html)
+
+
 def make_progress(
     kind: Literal["auto", "live", "plain", "none"] = "auto", console: Console | None = None, *, title: str = "headrace"
 ) -> Progress:
-    """Make the display that `[observe] display` asks for. `auto` is live on a terminal and plain lines elsewhere."""
+    """Make the display that `[observe] display` asks for.
+
+    `auto` is live on a terminal and in a notebook, and plain lines elsewhere.
+    """
     console = console or Console()
+    if console.is_jupyter and kind in ("auto", "live"):
+        return NotebookProgress(console, title=title)
     drawable = console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
     if kind == "none":
         return NoProgress()

@@ -60,8 +60,14 @@ class DeliveryRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 ENGINES = "engines"
 """The key under which the journal has the ranks of the engines that a run was scaled to."""
+STRETCHES = "train_stretches"
+"""The key under which the journal has the beginnings and ends of training in the processes before the last one."""
 SKIPPED_EVALUATION = "evaluation skipped "
 """The beginning of a key of table `meta` whose value is an evaluation that was due and has no result."""
+
+
+ADVICE = "advice "
+"""The beginning of a key of table `meta` whose value is advice: its cause, its line, and the last step before it."""
 
 
 class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):

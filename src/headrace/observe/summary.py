@@ -12,8 +12,8 @@ def describe(summary: dict[str, Any]) -> str:
     most, bound = whole(summary["lag_max"]), whole(summary["lag_bound"])
     lines = [
         ("run", f"{summary['name'] or 'unnamed'} ({summary['outcome'] or 'no end recorded'})"),
-        ("held-out", f"{number(summary['heldout_before'])} -> {number(summary['heldout_after'])}"),
-        ("reward", f"{number(summary['reward_first'])} -> {number(summary['reward_last'])}"),
+        ("held-out", _change(summary["heldout_before"], summary["heldout_after"], "not evaluated")),
+        ("reward", _change(summary["reward_first"], summary["reward_last"], "no step was trained")),
         ("training", _training_line(summary)),
         ("tokens", f"{compact(summary['tokens_generated'])} generated, {compact(summary['tokens_trained'])} trained"),
         (
@@ -24,6 +24,7 @@ def describe(summary: dict[str, Any]) -> str:
         ("groups", ledger_line(summary["ledger"])),
         ("rollouts", ledger_line(summary["ledger_rollouts"])),
         ("deliveries", f"{summary['deliveries_proved']} proved, {summary['deliveries_rejected']} rejected"),
+        *(("advice", f"(step {told['step']}) {told['line']}") for told in summary.get("advice", [])),
     ]
     width = max(len(label) for label, _ in lines)
     return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
@@ -81,6 +82,10 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table as text, with the cells of each column below each other."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def _change(before: float | None, after: float | None, missing: str) -> str:
+    return missing if before is None and after is None else f"{number(before)} -> {number(after)}"
 
 
 def _training_line(summary: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from headrace.buffer.window import Window
 from headrace.errors import HeadraceError
 from headrace.gateway.base import GATEWAY_DIED
 from headrace.pipeline.recording import Recorder
-from headrace.rollouts.base import AnyEpisode
+from headrace.rollouts.base import TOO_LONG, AnyEpisode
 from headrace.rollouts.groups import cancel_group
 from headrace.tasks.source import PromptSource
 from headrace.types import NO_VERSION, Group, Prompt, Trace
@@ -177,6 +177,9 @@ class Attempts:
         reason = next(rollout.reason for rollout in group.rollouts if rollout.ending in ("failed", "aborted"))
         self._window.fail(group.id)
         self._recorder.group_ended(group, "failed", reason)
+        if reason.startswith(TOO_LONG):
+            self._source.leave_out(group.prompt.id)
+            return
         if any(rollout.reason.startswith(GATEWAY_DIED) for rollout in group.rollouts):
             return  # Supervision limits these deaths. One of them fails all groups that are under way.
         self._failed_in_a_row += 1

@@ -108,5 +108,5 @@ def _demonstration(task: Task, chat: ChatFormat, prompt: Prompt) -> tuple[Int32A
         raise ConfigError(f"[warm_start] steps: the task has no demonstration for prompt {prompt.id}")
     if chat.end_token_id is None:
         raise ConfigError("[warm_start] steps: neither the chat template nor the model's files name an end of turn")
-    opening = chat.open(prompt.messages) if prompt.messages else chat.encode(prompt.text or "")
+    opening = chat.open(prompt.messages) if prompt.messages else chat.open_text(prompt.text or "")
     return opening, np.append(chat.encode(answer), chat.end_token_id).astype(np.int32)

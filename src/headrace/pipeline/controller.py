@@ -135,6 +135,7 @@ class Controller:
             f"{self.window.lag_bound} versions after it was sampled"
         )
         self.recorder.journal.meta("train_started", self.recorder.now())
+        self.recorder.journal.meta("train_ended", None)
         async with asyncio.TaskGroup() as loops:
             self.attempts.run_in(loops)
             saving = loops.create_task(self.save_loop(), name="save")

@@ -5,10 +5,9 @@ Functions that the controller uses (an advantage, a launcher, trackers) are impo
 transport or an engine, which only workers use and which may need torch, are found or read but not run.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib.util import find_spec
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +21,29 @@ from headrace.config import (
 )
 from headrace.config.checks import check_references, check_transport
 from headrace.config.declared import loss_facts, transport_facts
-from headrace.config.model_dir import check_model_dir, check_teacher
-from headrace.config.schema import is_reference
+from headrace.config.hub import fetched_dataset, model_dir, parse_name, teacher_dir
+from headrace.config.memory import longest_sequence
+from headrace.config.model_dir import check_model_dir, check_teacher, model_facts
+from headrace.config.schema import RolloutsConfig, is_reference
 from headrace.errors import ConfigError
 from headrace.gateway.agent_main import AgentSetup
 from headrace.gateway.agents import AgentPool
 from headrace.gateway.agents import AgentTask as Agents
+from headrace.observe.prometheus import parse_address
+from headrace.observe.trackers.base import find_tracker
 from headrace.reference import call_factory, find_source, import_function, split_reference
 from headrace.scoring.base import Scorer, Stage
 from headrace.scoring.functions import is_reward_function
 from headrace.scoring.rewards import WorkerScorer
 from headrace.tasks.base import Task
 from headrace.tasks.chat import ChatFormat
-from headrace.tasks.dataset import SingleTurnTask, check_disjoint, load_prompts, split_heldout
+from headrace.tasks.dataset import PromptFormat, Prompts, SingleTurnTask, check_disjoint, split_heldout
 from headrace.tasks.gym import VERIFIER
 from headrace.tasks.gym import GymTask as Gym
-from headrace.types import Prompt
+from headrace.tasks.records import Table, read_dataset, read_file
 
+GIVEN = "given in Python:"
+"""How a reference begins that stands for a Python object. A program gives the object itself."""
 OWN_REWARDS = ("environment", "agent")
 """The scorer names under which the rewards of environments and agents are recorded."""
 
@@ -62,25 +67,57 @@ class ReadyTask:
         await self.task.close()
 
 
-def check_inputs(config: Config, reward: Scorer | None = None) -> tuple[ReadyTask, ChatFormat]:
-    """Check all user input that needs no process. `reward` replaces the configured reward function."""
+@dataclass(frozen=True)
+class Given:
+    """What a program gives to a run as Python objects, in place of what the configuration names."""
+
+    rewards: Mapping[str, Scorer] = field(default_factory=dict)
+    """The task's reward functions, by name."""
+    factory: Callable[..., Task] | None = None
+    """The factory of an environment's task."""
+
+
+NOTHING = Given()
+
+
+def check_inputs(config: Config, given: Given = NOTHING) -> tuple[ReadyTask, ChatFormat]:
+    """Check all user input that needs no process."""
     chat = check_model(config)
-    task = make_task(config)
+    task = make_task(config, given)
+    _check_template(chat, task)
     weights = {name: scorer.weight for name, scorer in config.scorers.items()}
-    scoring = Stage(make_scorers(config, reward), weights, timeout=config.scoring.timeout)
+    if isinstance(config.task, DatasetTaskConfig) and config.task.reward_weights:
+        weights |= zip(config.task.named_rewards, config.task.reward_weights, strict=True)
+    scoring = Stage(make_scorers(config, given), weights, timeout=config.scoring.timeout)
     return ReadyTask(task, scoring), chat
 
 
 def check_model(config: Config) -> ChatFormat:
     """Return the model's chat format. Raises if the directory is incomplete or does not know a stop token."""
     check_extensions(config)
-    check_model_dir(Path(config.model.path), config.model.weights, tokenizer=True)
-    if config.algorithm.teacher is not None:
-        check_teacher(Path(config.algorithm.teacher), Path(config.model.path), config.model.weights)
-    chat = ChatFormat.load(config.model.path)
+    path = model_dir(config.model)
+    check_model_dir(path, config.model.weights, tokenizer=True)
+    facts = model_facts(path, config.model.weights)
+    longest = longest_sequence(config.engine.max_length, facts.max_positions)
+    wanted = config.rollouts.max_tokens
+    # The default is not a wish: a model with a shorter context gives shorter answers.
+    if wanted >= longest and wanted != RolloutsConfig().max_tokens:
+        raise ConfigError(
+            f"[rollouts] max_tokens: {wanted} leaves no room for a prompt under the longest "
+            f"sequence of {longest} tokens (that of the model, or [engine] max_length)"
+        )
+    if (teacher := teacher_dir(config)) is not None:
+        check_teacher(teacher, path, config.model.weights)
+    chat = ChatFormat.load(path, config.model.chat_template)
     for token in config.rollouts.stop:
         chat.token_id(token)
     return chat
+
+
+def _check_template(chat: ChatFormat, task: Task) -> None:
+    """Raise `ModelError` if the prompts are messages and the model has no chat template."""
+    if not chat.has_template and len(task.train) and task.train[0].text is None:
+        chat.open([{"role": "user", "content": ""}])
 
 
 def check_extensions(config: Config) -> None:
@@ -96,9 +133,13 @@ def check_extensions(config: Config) -> None:
         if is_reference(reference):
             with named(key):
                 check(reference)
-    for tracker in config.observe.trackers:
-        with named("[observe] trackers"):
-            import_function(tracker)
+    if config.observe.prometheus:
+        parse_address(config.observe.prometheus)
+    with named("[observe] trackers"):
+        for tracker in config.observe.trackers:
+            find_tracker(tracker, config.observe.tracker_options.get(tracker, {}))
+    if unused := sorted(config.observe.tracker_options.keys() - set(config.observe.trackers)):
+        raise ConfigError(f"[observe] tracker_options: {unused[0]!r} is not one of trackers")
     if is_reference(config.delivery.transport):
         check_transport(config)
     check_references(config.algorithm, config.rollouts)
@@ -113,28 +154,7 @@ def named(key: str) -> Iterator[None]:
         raise ConfigError(f"{key}: {error}") from error
 
 
-def count_prompts(config: Config) -> tuple[int, int]:
-    """Return the numbers of training and held-out prompts. This checks everything that `check_inputs` checks.
-
-    A reasoning-gym dataset is not checked here, because importing it takes seconds. It is checked when a run starts.
-    """
-    if isinstance(config.task, GymTaskConfig):
-        check_model(config)
-        if find_spec("reasoning_gym") is None:
-            raise ConfigError('[task] kind = "gym" needs reasoning-gym: pip install "headrace[tasks]"')
-        make_scorers(config)
-        return config.task.size, config.evaluate.prompts or 0
-    if isinstance(config.task, DatasetTaskConfig) and config.task.reward is not None:
-        with named("[task] reward"):
-            import_function(config.task.reward)
-    if isinstance(config.task, AgentTaskConfig) and config.task.agent is not None:
-        with named("[task] agent"):
-            import_function(config.task.agent)
-    task = check_inputs(config)[0].task
-    return len(task.train), len(task.heldout)
-
-
-def make_task(config: Config) -> Task:
+def make_task(config: Config, given: Given = NOTHING) -> Task:
     """Make the configured task."""
     held = config.evaluate.prompts or 0
     match config.task:
@@ -152,8 +172,12 @@ def make_task(config: Config) -> Task:
                 answer_pattern=task.answer_pattern,
             )
         case EnvironmentTaskConfig() as task:
-            given = {**task.config, "seed": config.run.seed, "heldout": held}
-            made: Task = call_factory(f"[task] factory: {task.factory}", import_function(task.factory), **given)
+            if given.factory is None:
+                refuse_given("[task] factory", task.factory)
+            with named("[task] factory"):
+                factory = given.factory or import_function(task.factory)
+            arguments = {**task.config, "seed": config.run.seed, "heldout": held}
+            made: Task = call_factory(f"[task] factory: {task.factory}", factory, **arguments)
             return made
         case AgentTaskConfig() as task:
             agents = None
@@ -164,15 +188,27 @@ def make_task(config: Config) -> Task:
             return Agents(train, heldout, agents, timeout=task.timeout, demonstration_field=task.demonstration)
 
 
-def make_scorers(config: Config, reward: Scorer | None = None) -> dict[str, Scorer]:
-    """Make the scorers by name: the task's reward function (`reward` replaces it) and those of `[scorers.NAME]`."""
+def refuse_given(key: str, reference: str) -> None:
+    """Raise `ConfigError` if the configuration only says that a program gave a function, and no program does."""
+    if reference.startswith(GIVEN):
+        raise ConfigError(
+            f"{key}: {reference.removeprefix(GIVEN)!r} was given in Python; go on by headrace.train(resume=...), "
+            "with the same functions"
+        )
+
+
+def make_scorers(config: Config, given: Given = NOTHING) -> dict[str, Scorer]:
+    """Make the scorers by name: the task's reward functions and those of `[scorers.NAME]`."""
     scorers: dict[str, Scorer] = {}
     match config.task:
-        case DatasetTaskConfig(reward=reference):
-            if reward is not None:
-                scorers["reward"] = reward
-            elif reference is not None:
-                scorers["reward"] = _in_workers(config, reference)
+        case DatasetTaskConfig() as task:
+            if strange := given.rewards.keys() - task.named_rewards.keys():
+                own = ", ".join(task.named_rewards) or "none"
+                raise ConfigError(f"[task] reward: {', '.join(sorted(strange))} is not a reward of this run ({own})")
+            for name, reference in task.named_rewards.items():
+                if name not in given.rewards:
+                    refuse_given("[task] reward", reference)
+                scorers[name] = given.rewards.get(name) or _in_workers(config, reference)
         case GymTaskConfig() as gym:
             arguments = {"name": gym.name, "config": gym.config, "answer_pattern": gym.answer_pattern}
             scorers["verifier"] = _in_workers(config, VERIFIER, arguments)
@@ -212,12 +248,30 @@ def _in_workers(config: Config, reference: str, arguments: dict[str, Any] | None
     )
 
 
-def _prompts(config: Config, task: DatasetTaskConfig | AgentTaskConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """Return (training prompts, held-out prompts) from the task's files."""
-    train = load_prompts(task.path, system=task.system)
+def _prompts(config: Config, task: DatasetTaskConfig | AgentTaskConfig) -> tuple[Prompts, Prompts]:
+    """Return (training prompts, held-out prompts) from the task's files or datasets."""
+    chat = not isinstance(task, DatasetTaskConfig) or task.format == "chat"
+    if task.system is not None and not chat:
+        raise ConfigError('[task] system: goes with chat messages, and [task] format is "text" (leave one out)')
+    form = PromptFormat(system=task.system, fields=task.fields, chat=chat)
+    train = Prompts(_table(task.path, task.revision, task.subset, task.split, "[task] path"), form)
     wanted = config.evaluate.prompts
-    if task.heldout_path is None:
-        return split_heldout(train, wanted or 0, task.path)
-    heldout = load_prompts(task.heldout_path, system=task.system)[:wanted]
-    check_disjoint(train, heldout, task.path, task.heldout_path)
+    if not task.heldout_path and not task.heldout_split:
+        return split_heldout(train, wanted or 0)
+    if not task.heldout_path and parse_name(task.path, task.revision) is None:
+        raise ConfigError(f"[task] heldout_split: is for datasets on the hub, and {task.path} is a file (heldout_path)")
+    path, revision = (task.heldout_path, "") if task.heldout_path else (task.path, task.revision)
+    split = task.heldout_split or task.split
+    table = _table(path, revision, task.subset, split, "[task] heldout_path")
+    # The same row number may be in both tables, so the ids of the second one begin differently.
+    heldout = Prompts(table._replace(ids=table.ids and f"heldout-{table.ids}"), form)[:wanted]
+    check_disjoint(train, heldout)
     return train, heldout
+
+
+def _table(path: str, revision: str, subset: str | None, split: str, key: str) -> Table:
+    """Return the rows of a file, or of a dataset on the hub."""
+    name = parse_name(path, revision)
+    if name is None:
+        return read_file(Path(path))
+    return read_dataset(fetched_dataset(name, key), name.id, subset, split)

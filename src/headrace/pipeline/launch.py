@@ -17,7 +17,7 @@ import secrets
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,9 @@ from headrace.cluster.inventory import chosen_hosts, place_run
 from headrace.cluster.launchers.local import hosts_of, make_launcher
 from headrace.cluster.mps import Mps, sweep_daemons
 from headrace.cluster.placement import Host, Place, one_more
-from headrace.cluster.supervision import Fleet, SeveralHosts
+from headrace.cluster.supervision import STOP_SECONDS, Fleet, SeveralHosts
 from headrace.config import AgentTaskConfig, Config, dump_config, load_config, with_settings
-from headrace.config.file_digests import check_digests
+from headrace.config.hub import model_dir, pinned
 from headrace.config.memory import longest_sequence
 from headrace.config.model_dir import ModelFacts, model_facts
 from headrace.config.remarks import remarks
@@ -49,24 +49,26 @@ from headrace.delivery.transports.tcp_wire import KEYS
 from headrace.engines.pool import EnginePool
 from headrace.engines.serving import RemoteEngine
 from headrace.engines.vllm.building import check_hosts
-from headrace.errors import DiskError, HeadraceError, UserError
+from headrace.errors import DiskError, HeadraceError, RunFinished, UserError
 from headrace.gateway.agents import AgentTask
 from headrace.gateway.episode import AgentEpisode
 from headrace.gateway.relay import KEY_VARIABLE, Relay, checked_key
 from headrace.gateway.session import new_key
-from headrace.observe.metrics import MetricsLog, Trackers, reported_step
+from headrace.observe.metrics import MetricsLog, read_metrics, reported_step
 from headrace.observe.progress import Progress
-from headrace.observe.records import ENGINES
+from headrace.observe.prometheus import Gauges, parse_address, serve_gauges
+from headrace.observe.records import ENGINES, STRETCHES
 from headrace.observe.spans import RunClock, Timeline, timeline_damage
+from headrace.observe.trackers.feed import Trackers
 from headrace.pipeline.commands import command_socket
 from headrace.pipeline.controller import Controller
-from headrace.pipeline.inputs import ReadyTask, check_inputs
+from headrace.pipeline.inputs import NOTHING, Given, ReadyTask, check_inputs
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Outputs
+from headrace.pipeline.trial import check_models
 from headrace.pipeline.waits import Status, Waits
 from headrace.review.summary import write_report, write_summary
-from headrace.run_dir import RunDir, set_aside, write_whole
-from headrace.scoring.base import Scorer
+from headrace.run_dir import RunDir, set_aside, with_name, write_whole
 from headrace.tasks.chat import ChatFormat
 from headrace.training.base import Checkpoint
 from headrace.training.checkpoints.remote_store import check_store
@@ -228,11 +230,15 @@ class RunSession:
         journal: Callable[..., Journal] = Journal,
         tokenizer_known: bool = False,
         ranks: Sequence[int] | None = None,
+        hub_names: Mapping[str, str] | None = None,
+        stretches: Sequence[Sequence[float]] = (),
     ) -> None:
         """`journal` differs from the default only where the journal itself is measured.
 
         `tokenizer_known` says that the journal has the digest of the tokenizer that the run began with. `ranks` are
-        those of the engines to begin with, if the run was scaled before.
+        those of the engines to begin with, if the run was scaled before. `hub_names` are the models and datasets of
+        a new run that come from the hub, with their commits, by the key that names them. `stretches` are the times in
+        which previous processes trained.
         """
         self.config = config
         self.run_dir = run_dir
@@ -242,10 +248,17 @@ class RunSession:
         self._journal = journal
         self._tokenizer_known = tokenizer_known
         self._ranks = ranks
+        self._hub_names = hub_names
+        self._stretches = stretches
         self._hosts = hosts_of(config)
         self._controller: Controller | None = None
         self._gateway: Relay | None = None
+        self._gauges: Gauges | None = None
         self._status_failed = False
+        self._interrupt: Callable[[], object] | None = None
+        self._interrupted = False
+        self.listener: Callable[[dict[str, Any]], None] | None = None
+        """Is called with every record of `metrics.jsonl`, in the thread of the run. Must return at once."""
         self.outcome = "failed"
         """How the run ended: `finished`, `interrupted` or `failed`."""
         self.summary: dict[str, Any] = {}
@@ -255,6 +268,17 @@ class RunSession:
     def began(self) -> bool:
         """Whether a version was served. From then on the run can be resumed."""
         return self._controller is not None and self._controller.versions.proved != NO_VERSION
+
+    @property
+    def started(self) -> bool:
+        """Whether all processes were ready, so that the run has something to go on from."""
+        return self._controller is not None
+
+    def interrupt(self) -> None:
+        """End the run in order; if it is starting, or ends already, at once. Any thread may call this."""
+        self._interrupted = True
+        if self._interrupt is not None:
+            self._interrupt()
 
     def execute(self) -> RunSession:
         """Run to the end. Raises the `HeadraceError` that ended the run otherwise."""
@@ -282,8 +306,8 @@ class RunSession:
             if workers is not None:
                 if self._gateway is not None:
                     self._gateway.close()
-                await workers.fleet.stop()
-                await self._task.close()
+                # Before the run has begun, no process has anything to finish: Ctrl-C then ends them at once.
+                await asyncio.gather(workers.fleet.stop(STOP_SECONDS if self.started else 0.0), self._task.close())
                 await asyncio.to_thread(workers.mps.stop)
             clean(self.config.delivery, self.run_dir.path)
             self.run_dir.status.unlink(missing_ok=True)
@@ -292,8 +316,9 @@ class RunSession:
                     recorder = self._controller.recorder
                     recorder.abandon("interrupted" if self.outcome == "interrupted" else "run failed")
                     recorder.close(self.outcome)
-                    self.summary = write_summary(self.run_dir.path)
-                    write_report(self.run_dir.path)
+                    if self.run_dir.journal.is_file():
+                        self.summary = write_summary(self.run_dir.path)
+                        write_report(self.run_dir.path)
             finally:
                 self.progress.stop()
 
@@ -322,7 +347,7 @@ class RunSession:
             watchers.append(guard.create_task(self._show_loop(controller), name="show"))
             watchers.append(guard.create_task(self._watch_loop(workers, controller), name="watch stalls"))
             commands = command_socket(fleet.sockets / "cmd", self.run_dir.control, controller.scaling.ask)
-            async with commands:
+            async with commands, self._served_numbers():
                 await controller.begin()
                 await controller.train()
                 await controller.finish()
@@ -347,8 +372,17 @@ class RunSession:
         trackers = None
         if config.observe.trackers:
             settings = msgspec.to_builtins(config)
-            trackers = Trackers(config.observe.trackers, config.run.name, settings, self.progress.note)
-        metrics = MetricsLog(run_dir.metrics, trackers=trackers)
+            trackers = Trackers(
+                config.observe.trackers,
+                config.run.name,
+                settings,
+                self.progress.note,
+                options=config.observe.tracker_options,
+                folder=run_dir.path / "trackers",
+            )
+        self._gauges = Gauges(config.run.name) if config.observe.prometheus else None
+        metrics = MetricsLog(run_dir.metrics, trackers=trackers, gauges=self._gauges, listener=self.listener)
+        known = read_metrics(run_dir.metrics)
         if before.last_version != NO_VERSION:
             metrics.write("resumed", step=before.resume_step)
         pool = EnginePool(list(workers.engines.values()))
@@ -379,16 +413,25 @@ class RunSession:
             agents=partial(AgentEpisode, relay=relay) if relay is not None and isinstance(task, AgentTask) else None,
             max_length=self._longest_sequence,
         )
+        parts.recorder.remember(known)
         journal.meta("name", config.run.name)
         if not self._tokenizer_known:
             journal.meta("tokenizer", self._chat.digest)
+        if self._hub_names:
+            journal.meta("hub", dict(self._hub_names))
         journal.meta("started", clock.wall)
         journal.meta("outcome", "running")
+        journal.meta(STRETCHES, self._stretches)
         journal.meta("lag_bound", parts.window.lag_bound)
         journal.meta("no_mps", workers.mps.missing or None)
         journal.meta("engine_facts", {name: workers.fleet.facts(name) for name in workers.engines})
         journal.meta(ENGINES, workers.ranks)
         return Controller(parts)
+
+    def _served_numbers(self) -> contextlib.AbstractAsyncContextManager[object]:
+        if self._gauges is None:
+            return contextlib.nullcontext()
+        return serve_gauges(parse_address(self.config.observe.prometheus), self._gauges, self.progress.note)
 
     def _make_gateway(self, workers: Workers, pool: EnginePool) -> Relay | None:
         config, task = self.config, self._task.task
@@ -414,7 +457,7 @@ class RunSession:
 
     @cached_property
     def _facts(self) -> ModelFacts:
-        return model_facts(Path(self.config.model.path), self.config.model.weights)
+        return model_facts(model_dir(self.config.model), self.config.model.weights)
 
     @property
     def _longest_sequence(self) -> int:
@@ -444,6 +487,8 @@ class RunSession:
                 self.progress.note(f"{gateway.name} has not answered for {limit / 2:g} s: it is ended")
                 gateway.lost("it did not answer")
                 fleet.kill(gateway.name)
+            if not self.run_dir.journal.is_file():
+                raise UserError(f"{self.run_dir.path}, the directory of the run, is gone: the run ends")
             self._write_status(controller.status(fleet.phases))
             controller.waits.check(limit)
 
@@ -458,10 +503,10 @@ class RunSession:
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Handle Ctrl-C, in the program's main thread: the first one drains the run, the second ends it at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
+        """Handle `interrupt` and, in the program's main thread, Ctrl-C.
+
+        The first one drains the run, the second ends it at once.
+        """
         loop = asyncio.get_running_loop()
         main = asyncio.current_task()
 
@@ -473,13 +518,23 @@ class RunSession:
                 self.progress.note("stopping after what is in training (Ctrl-C again to stop at once)")
                 self._controller.stop()
 
-        loop.add_signal_handler(signal.SIGINT, interrupt)
-        loop.add_signal_handler(signal.SIGTERM, interrupt)
+        in_main = threading.current_thread() is threading.main_thread()
+        signals = (signal.SIGINT, signal.SIGTERM) if in_main else ()
+        for each in signals:
+            loop.add_signal_handler(each, interrupt)
+        self._interrupt = partial(loop.call_soon_threadsafe, interrupt)
+        if self._interrupted:
+            interrupt()
         try:
             yield
         finally:
-            loop.remove_signal_handler(signal.SIGINT)
-            loop.remove_signal_handler(signal.SIGTERM)
+            self._interrupt = None
+            for each in signals:
+                loop.remove_signal_handler(each)
+
+
+Execute = Callable[[RunSession], RunSession]
+"""Executes a session to its end, and returns it."""
 
 
 def first_cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -491,38 +546,51 @@ def first_cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def start_run(
-    config: Config, progress: Progress, reward: Scorer | None = None, *, prompts: str | None = None
+    config: Config,
+    progress: Progress,
+    given: Given = NOTHING,
+    *,
+    files: Mapping[str, str] = {},
+    execute: Execute = RunSession.execute,
+    overwrite: bool = False,
 ) -> RunSession:
     """Start a new run. A user's mistake that shows before the first version is served leaves no run directory behind.
 
-    `reward` replaces the configured reward function. `prompts` holds JSON lines to write into the run directory, as
-    `prompts.jsonl`.
+    Nor does Ctrl-C while the processes of the run start. `given` replaces what the configuration names. `files` are
+    written into the run directory, each under its name. `execute` executes the session. With `overwrite`, a run of the
+    same name is removed once the input of the new one is found to be right.
     """
+    config, names = pinned(with_name(config))
+    for key, name in names.items():
+        progress.note(f"{key}: {name}")
     config, _ = place_run(config, hosts_of(config))
     check_store(config, new=True)
-    run_dir = RunDir.create(config)
-    session = None
-    try:
-        if prompts is not None:
-            (run_dir.path / "prompts.jsonl").write_text(prompts)
-        task, chat = check_inputs(config, reward)
-        _check_models(config)
-        # The lock is held from here on: a resume of a run that is only starting is refused.
-        with lock_run(run_dir.journal) as lock, run_dir.report_full_disk():
-            session = RunSession(config, run_dir, progress, task, chat, journal=partial(Journal, lock=lock))
-            return session.execute()
-    except UserError as error:
-        resumable = isinstance(error, DiskError) or (session is not None and session.began)
-        if not (resumable and run_dir.journal.is_file()):
-            shutil.rmtree(run_dir.path)
-        raise
-
-
-def _check_models(config: Config) -> None:
-    """Raise `ModelError` if a file that the run loads weights from has changed since Headrace wrote it."""
-    check_digests(Path(config.model.path), "[model] path")
-    if config.algorithm.teacher is not None:
-        check_digests(Path(config.algorithm.teacher), "[algorithm] teacher")
+    with contextlib.ExitStack() as replacing:
+        run_dir = RunDir.of(config)
+        remove_old: Callable[[], None] = lambda: None  # noqa: E731
+        if overwrite and run_dir.path.exists():
+            with lock_run(run_dir.journal):
+                remove_old = replacing.enter_context(run_dir.set_aside())
+        run_dir = RunDir.create(config)
+        session = None
+        try:
+            for name, text in files.items():
+                (run_dir.path / name).write_text(text)
+            task, chat = check_inputs(config, given)
+            check_models(config)
+            remove_old()
+            # The lock is held from here on: a resume of a run that is only starting is refused.
+            with lock_run(run_dir.journal) as lock, run_dir.report_full_disk():
+                make_journal = partial(Journal, lock=lock)
+                session = RunSession(config, run_dir, progress, task, chat, journal=make_journal, hub_names=names)
+                return execute(session)
+        except (UserError, KeyboardInterrupt) as error:
+            resumable = isinstance(error, DiskError) or (session is not None and session.began)
+            if isinstance(error, KeyboardInterrupt):
+                resumable = session is not None and session.started
+            if not (resumable and run_dir.journal.is_file()):
+                shutil.rmtree(run_dir.path, ignore_errors=True)
+            raise
 
 
 def _set_damage_aside(run_dir: RunDir, policy: str) -> Iterator[str]:
@@ -555,37 +623,50 @@ def _scaled_to(found: Any, config: Config) -> list[int] | None:
     return sorted(set(found)) or None
 
 
-def resume_run(path: str | Path, progress: Progress, settings: Iterable[str]) -> RunSession:
+def resume_run(
+    path: str | Path,
+    progress: Progress,
+    settings: Iterable[str],
+    given: Given = NOTHING,
+    *,
+    execute: Execute = RunSession.execute,
+) -> RunSession:
     """Continue a run from its newest checkpoint, or begin it if it ended before it began.
 
     `settings` change its configuration; the changes are shown. The changed configuration is kept once every process has
-    started with it.
+    started with it. `given` and `execute` are those of `start_run`.
     """
     run_dir, before = RunDir.open(path)
     settings = list(settings)
-    config = with_settings(before, settings)
+    config = pinned(with_settings(before, settings)).config
     config, _ = place_run(config, hosts_of(config))
     check_store(config, new=not run_dir.journal.is_file())
     if not run_dir.journal.is_file():
         with lock_run(run_dir.journal) as lock:
-            return _begin_again(run_dir, config, progress, partial(Journal, lock=lock))
+            return _begin_again(run_dir, config, progress, given, execute, partial(Journal, lock=lock))
     # The lock is held from here on: another resume of the same run is refused before it starts anything.
     with check_resumable(run_dir.journal) as lock:
         as_scaled = not any(ENGINE_KEYS.search(setting.partition("=")[0]) for setting in settings)
-        return _resume(run_dir, before, config, progress, partial(Journal, lock=lock), as_scaled=as_scaled)
+        journal = partial(Journal, lock=lock)
+        return _resume(run_dir, before, config, progress, given, execute, journal, as_scaled=as_scaled)
 
 
 def _begin_again(
-    run_dir: RunDir, config: Config, progress: Progress, make_journal: Callable[..., Journal]
+    run_dir: RunDir,
+    config: Config,
+    progress: Progress,
+    given: Given,
+    execute: Execute,
+    make_journal: Callable[..., Journal],
 ) -> RunSession:
     """Begin a run whose processes were ended before the first of them had anything to do."""
     if run_dir.metrics.exists() or any(run_dir.checkpoints.glob("step-*")) or (run_dir.path / "segments").exists():
         raise UserError(f"{run_dir.path}: nothing to resume (it has no journal.db)")
-    task, chat = check_inputs(config)
-    _check_models(config)
+    task, chat = check_inputs(config, given)
+    check_models(config)
     progress.note("the run had ended before it began: it begins now")
     with run_dir.report_full_disk(), run_dir.with_trial_config(config):
-        return RunSession(config, run_dir, progress, task, chat, journal=make_journal).execute()
+        return execute(RunSession(config, run_dir, progress, task, chat, journal=make_journal))
 
 
 def _resume(
@@ -593,23 +674,27 @@ def _resume(
     before: Config,
     config: Config,
     progress: Progress,
+    given: Given,
+    execute: Execute,
     make_journal: Callable[..., Journal],
     *,
     as_scaled: bool,
 ) -> RunSession:
     """Resume a run that has a journal; if `as_scaled`, with the engines that it was scaled to."""
+    _refuse_finished(run_dir, config)
     for line in _set_damage_aside(run_dir, config.policy_name):
         progress.note(line)
-    task, chat = check_inputs(config)
+    task, chat = check_inputs(config, given)
     with open_readonly(run_dir.journal) as journal:
-        meta = journal.meta()
+        meta, last = journal.meta(), journal.training_window()
+    stretches = [*meta.get(STRETCHES, []), *([last] if last else [])]
     known = meta.get("tokenizer")
     ranks = _scaled_to(meta.get(ENGINES), config) if as_scaled else None
     if known is None:
         progress.note("the journal has no digest of the run's tokenizer; that of today is recorded")
     elif known != chat.digest:
         progress.note(f"[model] path: tokenizer.json of {config.model.path} has changed since the run began")
-    _check_models(config)
+    check_models(config)
     old, new = dump_config(before).splitlines(), dump_config(config).splitlines()
     for line in old:
         if line not in new:
@@ -618,6 +703,27 @@ def _resume(
         if line not in old:
             progress.note(f"config now: {line}")
     with run_dir.report_full_disk(), run_dir.with_trial_config(config):
-        return RunSession(
-            config, run_dir, progress, task, chat, journal=make_journal, tokenizer_known=known is not None, ranks=ranks
-        ).execute()
+        session = RunSession(
+            config,
+            run_dir,
+            progress,
+            task,
+            chat,
+            journal=make_journal,
+            tokenizer_known=known is not None,
+            ranks=ranks,
+            stretches=stretches,
+        )
+        return execute(session)
+
+
+def _refuse_finished(run_dir: RunDir, config: Config) -> None:
+    """Raise `RunFinished` if the run has ended in order with all its versions."""
+    with open_readonly(run_dir.journal) as journal:
+        steps, outcome = journal.last_step(config.policy_name), journal.meta().get("outcome")
+    versions = steps // config.delivery.publish_every
+    if outcome == "finished" and versions >= config.run.versions:
+        raise RunFinished(
+            f"{run_dir.path} is finished, with {versions} versions; train more of them with "
+            f"`headrace resume {run_dir.path} --set run.versions={2 * versions}`"
+        )

@@ -8,9 +8,11 @@ from headrace.buffer.window import Window
 from headrace.channel.events import Events
 from headrace.cluster.base import Processes
 from headrace.config import Config
+from headrace.config.declared import compares_answers, loss_facts
 from headrace.engines.pool import EnginePool
 from headrace.engines.streams import StreamedEngine
 from headrace.gateway.base import EpisodeMaker, GatewayHandle
+from headrace.observe.advice import Advisor, Settings
 from headrace.pipeline.elastic import Crew
 from headrace.pipeline.recording import Outputs, Recorder
 from headrace.pipeline.waits import Waits
@@ -80,8 +82,16 @@ class Parts:
             outputs,
             self.window,
             versions_total=config.run.versions,
+            versions_done=self.versions_done,
             before=before,
             record=config.pipeline.record,
+            advisor=Advisor(
+                Settings(
+                    compares=loss_facts(config.algorithm.loss).uses_rewards
+                    and compares_answers(config.algorithm.advantage),
+                    synchronous=buffer.depth == 0,
+                )
+            ),
         )
         self.source = PromptSource(self.task.train, config.run.seed, curriculum=config.rollouts.curriculum)
         self.source.position = before.drawn

@@ -7,7 +7,7 @@ are checked while they are written: a group or rollout that would end twice, or 
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
@@ -17,15 +17,19 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from headrace.buffer.filters import FILTERS
 from headrace.buffer.journal import Journal, Recovered
 from headrace.buffer.ledger import Ledgers
 from headrace.buffer.window import Window
 from headrace.channel.heartbeats import Heartbeat
 from headrace.delivery.base import Manifest, Proof
 from headrace.errors import one_line
+from headrace.observe.advice import Advice, Advisor
+from headrace.observe.curves import Pace, of_answers
 from headrace.observe.metrics import LengthDrift, MetricsLog, describe_end
 from headrace.observe.progress import ProcessActivity, Progress, RunSnapshot
 from headrace.observe.records import (
+    ADVICE,
     ENGINES,
     SKIPPED_EVALUATION,
     DeliveryRecord,
@@ -35,12 +39,15 @@ from headrace.observe.records import (
 )
 from headrace.observe.spans import Activity, RunClock, Timeline
 from headrace.observe.summary import lag_mean_and_max
+from headrace.rollouts.base import TOO_LONG
 from headrace.training.base import StepReport
 from headrace.types import STEP_SECONDS, Batch, Group, Rollout, Trace, Version, held_back_seconds
 
 REWARD_MEMORY = 0.9
 """The weight of the past in the moving mean of the reward that the display shows."""
 BUSY_MEMORY = 0.7
+TOLD_AGAIN = (10, 100, 1000, 10_000)
+"""The numbers of groups that failed for one reason at which the reason is told again."""
 """The weight of the past in the moving mean of how busy a process is."""
 
 
@@ -64,10 +71,13 @@ class Recorder:
         window: Window,
         *,
         versions_total: int,
+        versions_done: int = 0,
         before: Recovered,
         record: bool = False,
+        advisor: Advisor | None = None,
     ) -> None:
         """`before` is what previous processes left in the journal. With `record`, the schedule is journalled too."""
+        self._advisor = advisor or Advisor()
         self.journal = outputs.journal
         self._metrics = outputs.metrics
         self._timeline = outputs.timeline
@@ -79,14 +89,22 @@ class Recorder:
         self._running: dict[int, tuple[Group, float]] = {}
         """The groups under way, by id, each with the time when it was admitted or taken up from a previous process."""
         self._drift = LengthDrift()
+        self._lengths: dict[int, list[int]] = {}
+        """The lengths of all answers of each group whose rollouts have ended and whose fate is open, by group id."""
+        self._pace = Pace()
         self._record = record
         self._activity = Activity()
         self._peak_memory: dict[str, int] = {}
         """The most bytes of GPU memory that each process has held, by process."""
         self._lags: Counter[int] = Counter()
+        self._failures: Counter[str] = Counter()
+        """The number of failed groups by reason. Each reason is told once, and again when there are many more."""
         self._unreported: deque[tuple[Future[None], Callable[[], None]]] = deque()
         """The steps whose records may not be on the disk yet, oldest first, with what reports them."""
-        self.shown = RunSnapshot(versions_total=versions_total, lag_bound=window.lag_bound, capacity=window.capacity)
+        self._resumed = before.resume_step > 0
+        self.shown = RunSnapshot(
+            version=versions_done, versions_total=versions_total, lag_bound=window.lag_bound, capacity=window.capacity
+        )
         """The state of the run that `show` hands to the display."""
         self.ledgers = Ledgers(before.groups, before.rollouts)
 
@@ -94,10 +112,20 @@ class Recorder:
         """Return the wall time, as the journal stores it."""
         return self._clock.to_wall(time.monotonic())
 
+    def remember(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Take the metrics that previous processes have written: what was advised then is not advised again."""
+        for record in records:
+            if record.get("kind") == "advice":
+                self._advisor.told(str(record.get("cause")))
+            elif record.get("kind") == "step" and record.get("objective") == "policy":
+                # The file may have been edited or damaged since: only numbers count.
+                self._advisor.step({key: value for key, value in record.items() if isinstance(value, int | float)})
+
     # ---- groups
 
     def admitted(self, group: Group, rollout_ids: Sequence[str], drawn: int) -> None:
         """Record that a group has taken its slot. `drawn` is the position of the prompt source."""
+        self._pace.begin(time.monotonic())
         self._running[group.id] = (group, self.now())
         self.ledgers.admitted(group.id, rollout_ids)
         self.journal.admitted(group, rollout_ids)
@@ -126,8 +154,12 @@ class Recorder:
             if rollout.ending == "failed":
                 self.ledgers.rollouts.end(rollout.id, "failed", rollout.reason)
             self.journal.rollout_ended(rollout)
-        self._drift.generated.extend(rollout.sampled_tokens for rollout in group.usable)
+        self._lengths[group.id] = [rollout.sampled_tokens for rollout in group.usable]
         self._scheduled("complete", group_id=group.id)
+        failed = [rollout.reason for rollout in group.rollouts if rollout.ending == "failed"]
+        # A prompt that is too long is left out from now on, which needs no advice.
+        if not failed or not failed[0].startswith(TOO_LONG):
+            self._advise(self._advisor.group(group.id, len(group.rollouts), len(failed), failed[0] if failed else ""))
 
     def rollouts_left(self, left: Mapping[str, str]) -> None:
         """Record the rollouts that are not trained, by id, with the reasons. Their group continues without them."""
@@ -146,7 +178,13 @@ class Recorder:
         """Record how a group attempt ended. `version` is the version that it trained, or was too late for."""
         self._metrics.write("group", **self._end_group(group, state, reason, step, version))
         if state == "failed":
-            self.note(f"group {group.id} failed: {reason}")
+            self._failures[reason] += 1
+            if self._failures[reason] == 1:
+                self.note(f"group {group.id} failed: {reason}")
+            elif self._failures[reason] in TOLD_AGAIN:
+                self.note(f"{self._failures[reason]} groups failed so far: {reason}")
+        if reason in FILTERS:
+            self._advise(self._advisor.filtered(group.id, reason))
 
     def _end_group(
         self,
@@ -161,6 +199,8 @@ class Recorder:
         _, admitted = self._running.pop(group.id)
         self.ledgers.group_ended(group.id, state, reason)
         self.journal.group_ended(group.id, state, reason, step)
+        lengths = [rollout.sampled_tokens for rollout in group.usable]
+        self._drift.ended(self._lengths.pop(group.id, lengths), lengths if state == "trained" else [])
         described = describe_end(group, reason or state, version, self._window.republished)
         return {**described, "seconds": self.now() - admitted}
 
@@ -181,7 +221,6 @@ class Recorder:
         for group in groups:
             self._scheduled("consume", group_id=group.id, step=batch.step, version=batch.version)
             ends.append(self._end_group(group, "trained", "", batch.step, batch.version))
-            self._drift.trained.extend(rollout.sampled_tokens for rollout in group.usable)
         figures: dict[str, Any] = {
             "step": batch.step,
             "version": batch.version,
@@ -199,6 +238,11 @@ class Recorder:
             tokens=len(batch.token_ids),
             reward_mean=reward,
         )
+        curves: dict[str, float | None] = {}
+        if batch.objective == "policy":
+            curves = {"lag_mean": lag_mean, "lag_max": lag_max, **of_answers(groups, batch.logprobs[batch.trained])}
+            curves |= self._pace.step(time.monotonic(), batch.trained_tokens)
+        curves |= report.metrics
         figures |= {
             "reward": reward,
             "lag_mean": lag_mean,
@@ -207,12 +251,14 @@ class Recorder:
             "skipped_steps": report.skipped_steps,
             "length_drift": self._drift.distance(),
             "filtered": self._window.filtered_rate,
-            **report.metrics,
+            **curves,
         }
         notes = [warning] if (warning := self._drift.warning()) else []
         if report.skipped:
             why = "its batch has no token to train" if math.isfinite(report.grad_norm) else "its gradient is not finite"
             notes.append(f"step {batch.step} was skipped: {why}")
+
+        advised = self._journalled(self._advisor.step(figures), batch.step) if batch.objective == "policy" else []
 
         def tell() -> None:
             for end in ends:
@@ -221,9 +267,27 @@ class Recorder:
             for line in notes:
                 self.note(line)
             self._show_step(batch, lags, reward)
+            for advice in advised:
+                self._tell(advice)
 
-        self._unreported.append((self.journal.step(step, lags, report.metrics, batch.policy), tell))
+        self._unreported.append((self.journal.step(step, lags, curves, batch.policy), tell))
         self._report_steps()
+
+    def _advise(self, found: Sequence[Advice]) -> None:
+        """Record and show why the run does not learn."""
+        for advice in self._journalled(found, max(0, self.shown.step)):
+            self._tell(advice)
+
+    def _journalled(self, found: Sequence[Advice], step: int) -> list[dict[str, Any]]:
+        """Journal advice. Return it as records, which are told when the step is."""
+        records = [{"cause": advice.cause, "step": step, "line": advice.line} for advice in found]
+        for record in records:
+            self.journal.meta(f"{ADVICE}{record['cause']}", record, once=True)
+        return records
+
+    def _tell(self, advice: dict[str, Any]) -> None:
+        self._metrics.write("advice", **advice)
+        self.note(f"advice: {advice['line']}")
 
     def _report_steps(self) -> None:
         """Report the steps whose records are on the disk."""
@@ -294,8 +358,9 @@ class Recorder:
             "evaluation", version=version, moment=moment, pass_1=pass_1, pass_k=pass_k, versions=versions
         )
         self.shown.heldout = pass_1
+        when = "again, as the run goes on" if moment == "before" and self._resumed else f"{moment} training"
         self.note(
-            f"held-out {moment} training, version {version}: {pass_1:.3f} right of {evaluation.prompts} prompts"
+            f"held-out {when}, version {version}: {pass_1:.3f} right of {evaluation.prompts} prompts"
             + (f", {pass_k:.3f} within {samples} tries" if samples > 1 else "")
             + (f", {failed} failed" if failed else "")
         )
@@ -316,6 +381,7 @@ class Recorder:
     def beat(self, process: str, beat: Heartbeat) -> None:
         """Record what a process did since its last heartbeat."""
         started, busy_seconds = self._activity.beat(process, beat.time, beat.spans, beat.generated_tokens)
+        self._pace.beat(process, beat.time - started, busy_seconds, beat.generated_tokens)
         if self._timeline is not None:
             self._timeline.add(process, beat.spans)
         self.journal.activity(
@@ -380,7 +446,7 @@ class Recorder:
         try:
             self.journal.close()
         finally:
-            self._report_steps()
+            self.show()
             self._progress.stop()
         self._metrics.close()
         if self._timeline is not None:

@@ -44,7 +44,7 @@ from headrace.pipeline.versions import Versions
 from headrace.pipeline.waits import EngineWatch
 from headrace.rollouts.base import AnyEpisode
 from headrace.training.base import Checkpoint
-from headrace.types import Batch, Group
+from headrace.types import Batch, Group, Prompt
 
 
 class Recovery:
@@ -175,7 +175,7 @@ class Recovery:
         before, recorder, checkpoint = self._parts.before, self._parts.recorder, self._parts.checkpoint
         if before.last_version < 0:
             return []
-        prompts = {prompt.id for prompt in self._parts.task.train} if before.unfinished else set()
+        prompts = set(self._prompts({left.group.prompt.id for left in before.unfinished}))
         known = [left for left in before.unfinished if left.group.prompt.id in prompts]
         refused = self._parts.window.restore([(left.group.id, left.group.version) for left in known], before.overtakers)
         self._again = [left.group.prompt.id for left in known if left.group.id in refused]
@@ -200,10 +200,14 @@ class Recovery:
         recorder.restarted("controller", "resumed", (checkpoint.step, before.resume_step), lost + unseen)
         return going_on
 
+    def _prompts(self, ids: set[str]) -> dict[str, Prompt]:
+        """Return the training prompts with these ids, by id. Others are not kept: there may be millions."""
+        return {prompt.id: prompt for prompt in self._parts.task.train if prompt.id in ids} if ids else {}
+
     def resume_groups(self, attempts: Attempts, episodes: Episodes) -> list[tuple[Group, list[AnyEpisode]]]:
         """Judge the groups that were complete. Return the others, with episodes that use their saved tokens."""
         unfinished = []
-        prompts = {prompt.id: prompt for prompt in self._parts.task.train} if self.unfinished or self._again else {}
+        prompts = self._prompts({*self._again, *(left.group.prompt.id for left in self.unfinished)})
         for prompt in self._again:
             attempts.try_again(prompts[prompt])
         for left in self.unfinished:

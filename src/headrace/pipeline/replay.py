@@ -12,7 +12,7 @@ from headrace.buffer.reader import open_readonly
 from headrace.config import Config
 from headrace.errors import UserError
 from headrace.pipeline.batches import recorded_batches, warm_start_batches
-from headrace.pipeline.inputs import check_inputs
+from headrace.pipeline.inputs import check_model, make_task
 from headrace.run_dir import RunDir
 
 
@@ -55,8 +55,8 @@ def _digests(config: Config, run_dir: RunDir, last: int) -> Iterator[tuple[int, 
 
     trainer, dtype = build_trainer(config, run_dir.checkpoints).trainer, published_dtype(config)
     if config.warm_start.steps:
-        task, chat = check_inputs(config)
-        for batch in warm_start_batches(config, task.task, chat, version=0):
+        chat = check_model(config)
+        for batch in warm_start_batches(config, make_task(config), chat, version=0):
             trainer.step(batch)
     yield 0, digest_as(trainer.weights(), dtype)
     for batch in recorded_batches(config, run_dir.journal, 0, last):

@@ -30,7 +30,8 @@ class Wait(msgspec.Struct, frozen=True):
     seconds: float
 
     def __str__(self) -> str:
-        return f"{self.owner} waits for {self.what}, since {self.seconds:.0f} s"
+        verb = "wait" if self.owner.endswith(" requests") else "waits"
+        return f"{self.owner} {verb} for {self.what}, since {self.seconds:.0f} s"
 
 
 class Waits:

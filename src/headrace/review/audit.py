@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from headrace.buffer.reader import JournalReader, open_readonly
 from headrace.config import Config
+from headrace.config.hub import model_dir
 from headrace.errors import HeadraceError
 from headrace.observe.records import DeliveryRecord, RolloutRecord, VersionRecord
 from headrace.observe.summary import aligned, lag_mean_and_max
@@ -163,9 +164,9 @@ def _sources(paths: RunDir, config: Config, published: dict[int, VersionRecord])
     """Return where the weights of each version are: a checkpoint, or the model directory before the first step."""
     found = by_version(paths.checkpoints)
     whole = config.model.weights == "load" and config.lora is None
-    if whole and not config.warm_start.steps and Path(config.model.path).is_dir():
+    if whole and not config.warm_start.steps and model_dir(config.model).is_dir():
         untrained = [version.id for version in published.values() if not version.step and version.id not in found]
-        found |= dict.fromkeys(untrained, Path(config.model.path))
+        found |= dict.fromkeys(untrained, model_dir(config.model))
     return found
 
 
@@ -237,7 +238,7 @@ def _check(
         return
     weights = load(source, config.model.dtype)
     # The model directory may have changed since the run; a checkpoint may not.
-    checkpoint = source != Path(config.model.path)
+    checkpoint = source != model_dir(config.model)
     digest = f"{weights.digest:016x}"
     if digest != entry.published_digest:
         if not checkpoint:

@@ -4,6 +4,7 @@ An export holds one record for each trace, in JSON lines or Parquet. The file is
 without kept tokens is a record too, with nulls for its arrays.
 """
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 
 from headrace.buffer.reader import JournalReader
+from headrace.config.hub import model_dir
 from headrace.errors import UserError
 from headrace.observe.records import RolloutRecord
 from headrace.observe.summary import aligned
@@ -38,7 +40,7 @@ def _documented(record: RolloutRecord) -> Row:
 def load_chat(run_dir: Path) -> ChatFormat:
     """Load the tokenizer of the run's model: that of a checkpoint in the run directory, or else the model's own."""
     paths, config = RunDir.open(run_dir)
-    return ChatFormat.load(latest(paths.checkpoints) or config.model.path)
+    return ChatFormat.load(latest(paths.checkpoints) or model_dir(config.model), config.model.chat_template)
 
 
 def changed_tokenizer(journal: JournalReader, chat: ChatFormat) -> str:
@@ -55,13 +57,24 @@ def _completion(trace: Trace, chat: ChatFormat) -> str:
     return chat.decode(trace.token_ids[sampled[0] :], skip_special=False) if len(sampled) else ""
 
 
+def _opening(trace: Trace, chat: ChatFormat) -> str:
+    """Return the text of a trace before its first sampled token: the prompt as the policy saw it."""
+    sampled = (trace.versions != NO_VERSION).nonzero()[0]
+    return chat.decode(trace.token_ids[: sampled[0] if len(sampled) else None], skip_special=False)
+
+
 def shown(journal: JournalReader, records: Iterable[RolloutRecord], chat: ChatFormat | None) -> Iterator[Row]:
-    """Yield rows for people and programs: the documented columns and, with a tokenizer, `text` (one for each trace)."""
+    """Yield rows for people and programs: the documented columns and `metrics`, the numbers beside the reward.
+
+    With a tokenizer, there are `prompt_text` and `text` too, with one text for each trace.
+    """
     for record in records:
-        entry = _documented(record)
+        rollout = journal.tokens(record)
+        entry = _documented(record) | {"metrics": None if rollout is None else rollout.metrics}
         if chat is not None:
-            rollout = journal.tokens(record)
-            entry["text"] = None if rollout is None else [_completion(trace, chat) for trace in rollout.traces]
+            traces = None if rollout is None else rollout.traces
+            entry["prompt_text"] = None if traces is None else [_opening(trace, chat) for trace in traces]
+            entry["text"] = None if traces is None else [_completion(trace, chat) for trace in traces]
         yield entry
 
 
@@ -69,14 +82,20 @@ def table(entries: Iterable[Row]) -> list[str]:
     """Return aligned lines under a heading."""
     entries = list(entries)
     with_text = bool(entries) and "text" in entries[0]
-    lines = [["id", "step", "state", "ending", "reward", "tokens", "versions", *(["text"] if with_text else [])]]
+    with_numbers = any(_numbers(entry) for entry in entries)
+    numbers, texts = ["numbers"] if with_numbers else [], ["prompt", "text"] if with_text else []
+    lines = [["id", "step", "state", "ending", "reward", *numbers, "tokens", "versions", *texts]]
     for entry in entries:
         reason = f" ({entry['reason']})" if entry["reason"] else ""
         reward = None if entry["reward"] is None else f"{entry['reward']:.4g}"
         oldest, newest = entry["oldest_version"], entry["newest_version"]
-        cells = [entry["id"], entry["step"], entry["state"] + reason, entry["ending"], reward, entry["sampled_tokens"]]
+        cells = [entry["id"], entry["step"], entry["state"] + reason, entry["ending"], reward]
+        cells += [*([_numbers(entry)] if with_numbers else []), entry["sampled_tokens"]]
         cells.append(oldest if oldest == newest else f"{oldest}-{newest}")
-        lines.append([_cell(cell) for cell in cells] + ([_text(entry["text"])] if with_text else []))
+        lines.append(
+            [_cell(cell) for cell in cells]
+            + ([_text(entry.get("prompt_text")), _text(entry["text"])] if with_text else [])
+        )
     return aligned(lines)
 
 
@@ -85,6 +104,12 @@ def _cell(value: Any) -> str:
     if value is None:
         return "-"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value))
+
+
+def _numbers(entry: Row) -> str | None:
+    """Return the numbers that a reward function or an environment gave beside the reward."""
+    found = {name: value for name, value in (entry.get("metrics") or {}).items() if name != "turns"}
+    return " ".join(f"{name}={value:.4g}" for name, value in found.items()) or None
 
 
 def _text(texts: list[str] | None) -> str:
@@ -131,9 +156,11 @@ def _records(journal: JournalReader, found: Iterable[RolloutRecord], chat: ChatF
         rollout = journal.tokens(record)
         for number, trace in enumerate([None] if rollout is None else rollout.traces):
             entry = {**base, "trace": None if trace is None else number}
+            entry["metrics"] = None if rollout is None else rollout.metrics
             for name in ("token_ids", "logprobs", "versions", "trained"):
                 entry[name] = None if trace is None else getattr(trace, name).tolist()
             if chat is not None:
+                entry["prompt_text"] = None if trace is None else _opening(trace, chat)
                 entry["text"] = None if trace is None else _completion(trace, chat)
             yield entry
 
@@ -155,6 +182,8 @@ def _write_parquet(path: Path, entries: Iterator[Row]) -> int:
     schema = _parquet_schema(pyarrow, text=bool(batch) and "text" in batch[0])
     with pyarrow.parquet.ParquetWriter(path, schema) as file:
         while batch:
+            for entry in batch:  # The names of the numbers differ from task to task, so they are one JSON text.
+                entry["metrics"] = None if entry["metrics"] is None else json.dumps(entry["metrics"])
             file.write_table(pyarrow.Table.from_pylist(batch, schema=schema))
             written += len(batch)
             batch = list(islice(entries, _BATCH))
@@ -165,6 +194,6 @@ def _parquet_schema(pa: Any, *, text: bool) -> Any:
     """Return the schema. Types do not depend on the rows: a column that is all null keeps its type."""
     integers = ("group_id", "step", "tokens", "sampled_tokens", "oldest_version", "newest_version")
     kinds = {column: pa.int64() if column in integers else pa.string() for column in COLUMNS}
-    kinds |= {"reward": pa.float64(), "trace": pa.int32(), "token_ids": pa.list_(pa.int32())}
+    kinds |= {"reward": pa.float64(), "trace": pa.int32(), "metrics": pa.string(), "token_ids": pa.list_(pa.int32())}
     kinds |= {"logprobs": pa.list_(pa.float32()), "versions": pa.list_(pa.int32()), "trained": pa.list_(pa.bool_())}
-    return pa.schema(kinds | ({"text": pa.string()} if text else {}))
+    return pa.schema(kinds | ({"prompt_text": pa.string(), "text": pa.string()} if text else {}))

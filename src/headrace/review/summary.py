@@ -20,7 +20,15 @@ import msgspec
 from headrace.buffer.reader import JournalReader, open_readonly
 from headrace.observe import charts
 from headrace.observe.charts import Drawing, Series
-from headrace.observe.records import SKIPPED_EVALUATION, DeliveryRecord, EndedGroup, SampleRecord, StepRecord
+from headrace.observe.records import (
+    ADVICE,
+    SKIPPED_EVALUATION,
+    STRETCHES,
+    DeliveryRecord,
+    EndedGroup,
+    SampleRecord,
+    StepRecord,
+)
 from headrace.observe.spans import timeline_started
 from headrace.observe.summary import STATES, compact, duration, lag_mean_and_max, number, percent, thousands, whole
 from headrace.run_dir import RunDir, write_whole
@@ -86,7 +94,7 @@ def summarize_journal(journal: JournalReader) -> dict[str, Any]:
         "heldout_before": next((e.pass_1 for e in evaluations if e.moment == "before"), None),
         "heldout_after": next((e.pass_1 for e in reversed(evaluations) if e.moment == "after"), None),
         **_rewards(steps),
-        "train_seconds": window[1] - window[0] if window else None,
+        "train_seconds": _train_seconds(meta.get(STRETCHES) or [], window),
         "tokens_generated": sum(journal.sampled_tokens().values()),
         "tokens_trained": sum(step.trained_tokens for step in steps),
         "tokens_per_second": _rate(steps, window),
@@ -109,6 +117,10 @@ def summarize_journal(journal: JournalReader) -> dict[str, Any]:
             {**msgspec.structs.asdict(evaluation), "versions": msgspec.json.decode(evaluation.versions)}
             for evaluation in evaluations
         ],
+        "advice": sorted(
+            (value for key, value in meta.items() if key.startswith(ADVICE)),
+            key=lambda told: (told["step"], told["cause"]),
+        ),
         "evaluations_skipped": [meta[key] for key in sorted(meta) if key.startswith(SKIPPED_EVALUATION)],
     }
 
@@ -120,6 +132,13 @@ def _rewards(steps: list[StepRecord]) -> dict[str, float | None]:
         return {"reward_first": None, "reward_last": None}
     tenth = max(1, len(rewards) // 10)
     return {"reward_first": sum(rewards[:tenth]) / tenth, "reward_last": sum(rewards[-tenth:]) / tenth}
+
+
+def _train_seconds(stretches: list[list[float]], window: tuple[float, float] | None) -> float | None:
+    """Return the seconds in which the run trained: in the stretches before its last resume, and since then."""
+    if window is None and not stretches:
+        return None
+    return float(sum(end - begin for begin, end in [*stretches, *([window] if window else [])]))
 
 
 def _rate(steps: list[StepRecord], window: tuple[float, float] | None) -> float | None:
@@ -162,6 +181,7 @@ def values(run_dir: Path) -> dict[str, Any]:
     with open_readonly(paths.journal) as journal:
         meta, summary = journal.meta(), summarize_journal(journal)
         steps, lag_tokens, groups = journal.steps(), journal.lag_tokens(), journal.ended_groups()
+        figures = journal.step_curves()
         training, deliveries, samples = journal.training_window(), journal.deliveries(), journal.samples()
     ledger, most, bound = summary["ledger"], summary["lag_max"], summary["lag_bound"]
     started = meta.get("started", meta.get("train_started"))
@@ -191,7 +211,9 @@ def values(run_dir: Path) -> dict[str, Any]:
             _of_steps(steps, axis, "Loss", "loss", "b", from_zero=False),
             _of_steps(steps, axis, "Gradient norm", "grad_norm", "c"),
             _of_steps(steps, axis, "Seconds per step", "seconds", "a"),
+            _of_steps(steps, axis, "Learning rate", "learning_rate", "d"),
         ],
+        "curves": _curves([getattr(step, axis) for step in steps], figures, axis),
         "lag": charts.lag_chart(lag_tokens, None if bound is None else int(bound)),
         "lag_facts": _lag_facts(lag_tokens, summary),
         "groups": groups,
@@ -274,6 +296,46 @@ def _of_steps(
     line = Series(label=f"{title.lower()}, {axis}", points=points, tone=tone)
     chart = charts.line_chart([line], name=title, x_label=axis, width=400, height=210, from_zero=from_zero)
     return title, Drawing(chart)
+
+
+CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Scores", ("score/",)),
+    ("Further numbers of the reward", ("extra/",)),
+    ("Answer length in tokens", ("length_mean", "length_max")),
+    ("Truncated answers", ("truncated",)),
+    ("Groups with equal rewards", ("zero_variance",)),
+    ("Entropy", ("entropy", "sampled_entropy")),
+    ("KL divergence", ("kl_k1", "kl_k3", "reference_kl", "teacher_kl")),
+    ("Importance ratio", ("ratio",)),
+    ("Clip fraction", ("clip_fraction",)),
+    ("Lag in versions", ("lag_mean", "lag_max")),
+    ("Idle share", ("trainer_idle", "engine_idle")),
+    ("Tokens per second", ("tokens_per_second", "generated_per_second")),
+)
+"""The charts of the report's curves: a title and the keys that it draws. A key with a slash stands for all that begin
+with it."""
+SIGNED = ("score/", "extra/", "kl_k1", "ratio", "reference_kl", "teacher_kl")
+"""The curves that may be negative, or whose change matters more than their distance from zero."""
+MOST_LINES = 8
+
+
+def _curves(xs: Sequence[float], figures: Sequence[dict[str, float | None]], axis: str) -> list[Titled]:
+    """Draw the curves that the run has."""
+    present = sorted({key for step in figures for key in step})
+    drawn: list[Titled] = []
+    for title, wanted in CURVES:
+        keys = [key for want in wanted for key in present if (key.startswith(want) if "/" in want else key == want)]
+        lines = []
+        for key, tone in zip(keys[:MOST_LINES], "abcdefgh", strict=False):
+            points = charts.finite([(x, step.get(key)) for x, step in zip(xs, figures, strict=True)])
+            if points:
+                lines.append(Series(label=f"{key.partition('/')[2] or key}, {axis}", points=points, tone=tone))
+        if not lines:
+            continue
+        zero = not any(want in SIGNED for want in wanted)
+        chart = charts.line_chart(lines, name=title, x_label=axis, width=400, height=210, from_zero=zero)
+        drawn.append((title, Drawing(chart, [(line.tone, line.label.rpartition(",")[0]) for line in lines])))
+    return drawn
 
 
 def _lag_facts(tokens: dict[int, int], summary: dict[str, Any]) -> list[list[str]]:
@@ -384,10 +446,17 @@ def _of_deliveries(deliveries: Sequence[DeliveryRecord], title: str, column: str
     if not series:
         return title, None
     most = max(y for line in series for _, y in line.points)
-    chart = charts.line_chart(series, name=title, x_label="version", width=400, height=210, from_zero=True)
+    if most == 0.0 and unit == "nats":
+        return f"{title} · 0 in all {len(deliveries):,} deliveries", None
+    if unit == "s" and most < 1:
+        unit, most = "ms", 1e3 * most
+        series = [msgspec.structs.replace(line, points=[(x, 1e3 * y) for x, y in line.points]) for line in series]
+    chart = charts.line_chart(
+        series, name=title, x_label="version", y_label=unit, width=400, height=210, from_zero=True
+    )
     keys = [(line.tone, line.label.split(",")[0]) for line in series] if len(series) > 1 else []
-    largest = f"{1e3 * most:.1f} ms" if unit == "s" and most < 1 else f"{charts.tick_label(most)} {unit}"
-    return f"{title} · at most {largest}", Drawing(chart, keys)
+    largest = f"{most:.1f}" if unit == "ms" else charts.tick_label(most)
+    return f"{title} · at most {largest} {unit}", Drawing(chart, keys)
 
 
 def _samples(samples: Sequence[SampleRecord]) -> list[dict[str, list[SampleRecord]]]:

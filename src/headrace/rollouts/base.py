@@ -43,6 +43,10 @@ class ChatFormat(Protocol):
         """
         ...
 
+    def open_text(self, text: str) -> Int32Array:
+        """Return the tokens of a prompt that is plain text, after the token with which the model's texts begin."""
+        ...
+
     def encode(self, text: str) -> Int32Array:
         """Return the tokens of a text, as it is."""
         ...
@@ -85,6 +89,10 @@ class EpisodePlan:
     unchanged and given to the environment again, as long as the environment answers as before. From the first different
     answer on, the episode samples new turns. With several traces, or with an agent, the episode begins again. Sampled
     tokens that are not used are counted as `discarded`."""
+
+
+TOO_LONG = "the prompt leaves no room for an answer under the longest sequence"
+"""The beginning of the reason why an episode fails whose prompt is too long."""
 
 
 class AnyEpisode(ABC):

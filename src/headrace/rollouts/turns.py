@@ -17,12 +17,12 @@ import msgspec
 import numpy as np
 
 from headrace.engines.base import FinishReason, Request, Sampler, closing_deltas
-from headrace.errors import HeadraceError
-from headrace.rollouts.base import AnyEpisode, Cancelled, ChatFormat, EpisodePlan
+from headrace.errors import HeadraceError, UserError
+from headrace.rollouts.base import TOO_LONG, AnyEpisode, Cancelled, ChatFormat, EpisodePlan
 from headrace.rollouts.stream import SavedTurns, TokenStream
 from headrace.scoring.base import Span, Stage, Turn
 from headrace.tasks.base import Environment, EnvironmentStep
-from headrace.types import Ending, Int32Array, Rollout, Score, Trace
+from headrace.types import NO_VERSION, Ending, Int32Array, Rollout, Score, Trace
 
 T = TypeVar("T")
 
@@ -44,12 +44,16 @@ def foreign(what: str) -> Iterator[None]:
     """
     try:
         yield
+    except UserError as error:
+        raise EpisodeFailed(_describe(error)) from error
     except Exception as error:
         raise EpisodeFailed(f"{what}: {_describe(error)}") from error
 
 
 def _describe(error: Exception) -> str:
     name, line = type(error).__name__, _first_line(str(error))
+    if isinstance(error, HeadraceError) and line:
+        return line  # It is written for people, who need not know the class of the error.
     return f"{name}: {line}" if line else name
 
 
@@ -107,8 +111,10 @@ class Episode(AnyEpisode):
 
     @property
     def answer(self) -> str:
-        """Everything after the opening, as text for people to read."""
-        return self._chat.decode(self._stream.trace().token_ids[self._opening_tokens :])
+        """Everything after the opening, as text for people to read. Each turn of a conversation begins a new line."""
+        trace = self._stream.trace().part(self._opening_tokens, len(self._stream.trace()))
+        changes = np.flatnonzero(np.diff(trace.versions != NO_VERSION)) + 1
+        return "\n".join(self._chat.decode(turn) for turn in np.split(trace.token_ids, changes))
 
     def since(self, start: int) -> Trace | None:
         """Return the tokens after the first `start`, or None if there are none."""
@@ -122,10 +128,13 @@ class Episode(AnyEpisode):
         try:
             messages = await self._ask("environment.reset", self._environment.reset)
             text = self.prompt.text
-            with foreign("the opening"):
-                opening = self._chat.open(messages) if messages else None if text is None else self._chat.encode(text)
-            if opening is None:
+            if not messages and text is None:
                 raise EpisodeFailed("the environment opened without a message and the prompt has no text")
+            with foreign("the opening"):
+                opening = self._chat.open(messages) if messages else self._chat.open_text(text or "")
+            if len(opening) >= self._max_length:
+                # Without the numbers of this prompt, so that the ledger counts all such prompts under one reason.
+                raise EpisodeFailed(f"{TOO_LONG} of {self._max_length} tokens ([engine] max_length)")
             self._opening_tokens = len(opening)
             self._expect(opening)
             prefix = self.plan.prefix

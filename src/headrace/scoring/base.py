@@ -51,7 +51,8 @@ def number(value: Any, said: str) -> float:
 class Judgement(msgspec.Struct, kw_only=True):
     """A reward function's judgement of one answer."""
 
-    reward: float
+    reward: float | None
+    """None if the function does not judge answers to this prompt. Only functions in list style can say so."""
     metrics: dict[str, float] = {}
     version: str = ""
     """The version of the reward function; empty if it is not known."""

@@ -9,13 +9,26 @@ A function gets the arguments that it declares, by name:
     <field>      one field of the prompt's data, such as `answer`
     **fields     everything above
 
-The function returns a number, or a dict with "reward" and further numbers to record. It may be `async`.
+The function returns a number, or a dict with "reward" and further numbers to record.
+
+A function that takes `completions` instead (or `prompts`, or `completion_ids`) is in list style, the style of TRL. It
+gets lists, always of one answer:
+
+    completions      [the answer]: text, or a list with one message if the prompt was given as messages
+    prompts          [the prompt]: text, or messages, as it was given
+    completion_ids   [the token ids of the answer]
+    <field>          [that field of the prompt's data]
+    **fields         everything above
+
+It returns a list with one number, or with None if it does not judge such a prompt.
+
+Functions of both styles may be `async`.
 """
 
 import asyncio
 import hashlib
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +40,9 @@ from headrace.scoring.base import Judgement, ScoreError, number
 
 RewardFunction = Callable[..., Any]
 
+LIST_STYLE = {"completions", "prompts", "completion_ids"}
+"""The parameters by which a function in list style is known."""
+
 
 class Question(msgspec.Struct, kw_only=True):
     """The question to a reward function: a prompt and an answer, as plain data."""
@@ -35,6 +51,10 @@ class Question(msgspec.Struct, kw_only=True):
     messages: list[dict[str, str]]
     text: str | None = None
     data: dict[str, Any] = {}
+    as_text: bool = False
+    """Whether the prompt was given as text. Then the messages were made from it."""
+    token_ids: list[int] = []
+    """The token ids of the answer."""
 
     def fields(self) -> dict[str, Any]:
         """Return everything that a reward function may ask for, by name."""
@@ -46,6 +66,15 @@ class Question(msgspec.Struct, kw_only=True):
             prompt = spoken[0]["content"]
         shared = {"messages": self.messages, "data": self.data}
         return {**shared, **self.data, "completion": self.completion, "prompt": prompt}
+
+    def columns(self) -> dict[str, list[Any]]:
+        """Return everything that a reward function in list style may ask for, by name."""
+        prompt, completion = self.fields()["prompt"], self.completion
+        answer: Any = completion
+        if self.text is None and not self.as_text:
+            prompt, answer = self.messages, [{"role": "assistant", "content": completion}]
+        columns = {name: [value] for name, value in self.data.items()}
+        return {**columns, "prompts": [prompt], "completions": [answer], "completion_ids": [self.token_ids]}
 
 
 class RewardSetup(msgspec.Struct, kw_only=True):
@@ -71,8 +100,17 @@ def check_signature(function: RewardFunction, name: str) -> None:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{name} has no signature, so it cannot be a reward function") from error
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    if "completion" not in parameters and not takes_all:
-        raise ConfigError(f"{name} takes ({', '.join(parameters)}), but a reward function must take `completion`")
+    if not takes_all and not {"completion", *LIST_STYLE} & parameters.keys():
+        raise ConfigError(
+            f"{name} takes ({', '.join(parameters)}), but a reward function must take `completion` "
+            "(or `completions`, in list style)"
+        )
+
+
+def in_list_style(function: RewardFunction) -> bool:
+    """Return whether the function takes lists, and returns a list."""
+    parameters = inspect.signature(function).parameters.keys()
+    return bool(LIST_STYLE & parameters) and "completion" not in parameters
 
 
 def is_reward_function(candidate: object) -> bool:
@@ -98,7 +136,7 @@ def source_version(function: RewardFunction) -> str:
 
 def call(function: RewardFunction, question: Question) -> Any:
     """Call the function with the arguments that it declares. An awaitable is returned as it is. Raises `ScoreError`."""
-    available = question.fields()
+    available = question.columns() if in_list_style(function) else question.fields()
     positional: list[Any] = []
     named: dict[str, Any] = {}
     for name, parameter in inspect.signature(function).parameters.items():
@@ -125,7 +163,21 @@ def judge(function: RewardFunction, question: Question, run: Callable[[Coroutine
     result = call(function, question)
     if inspect.isawaitable(result):
         result = run(_finish(result))
-    return judgement(result)
+    return judgement(result) if not in_list_style(function) else _judgement_of_one(result)
+
+
+def _judgement_of_one(result: Any) -> Judgement:
+    """Turn the result of a function in list style, for one answer, into a judgement. Raises `ScoreError`."""
+    if not isinstance(result, Iterable) or isinstance(result, str | dict):
+        raise ScoreError(f"the reward function gave a {type(result).__name__}, not a list of numbers")
+    try:
+        numbers = list(result)
+    except Exception as error:  # Such as of a generator, or of an array without dimensions.
+        raise ScoreError(f"the reward function raised {describe(error)}") from error
+    if len(numbers) != 1:
+        raise ScoreError(f"the reward function gave {len(numbers)} numbers for 1 answer")
+    [reward] = numbers
+    return Judgement(reward=None if reward is None else number(reward, "the reward function gave"))
 
 
 async def _finish(result: Awaitable[Any]) -> Any:

@@ -9,6 +9,7 @@ is left behind. Threads are for functions that exist only in this process, such 
 import asyncio
 import threading
 from abc import abstractmethod
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,21 @@ from headrace.scoring.functions import (
 )
 from headrace.types import Prompt, Score
 
+HANGS_AFTER = 8
+"""A function that took too long for so many answers, and has never judged one, is not called any more. Otherwise a run
+whose reward function always hangs would wait for every answer of all its first groups."""
+
+
+class TookTooLong(ScoreError):
+    """A judgement took longer than `[scoring] timeout`."""
+
 
 class RewardScorer(Scorer):
     """A reward function as a scorer. It gives one score to a whole rollout, based on the text of its last turn."""
 
     keeps_deadlines = True
+    _timeout: float
+    """The seconds that one judgement may take."""
 
     def __init__(self, places: asyncio.Semaphore, count: int, longest_turn: float, busy: str) -> None:
         """Each of the `count` places is held for at most two times `longest_turn`. `busy` says that none was free."""
@@ -42,19 +53,34 @@ class RewardScorer(Scorer):
         self._longest_turn = longest_turn
         self._busy = busy
         self._waiting = 0
+        self._timeouts: int | None = 0
+        """The number of answers that took too long before the first judgement; None after a judgement."""
 
     async def score(self, ended: Ended) -> list[Score]:
-        """Return the judgement as a score."""
-        judgement = await self.judge(ended.prompt, ended.completion)
+        """Return the judgement as a score; none if the function does not judge answers to this prompt."""
+        tokens: list[int] = []
+        if ended.turns:
+            last = ended.turns[-1]
+            tokens = ended.rollout.traces[last.trace].token_ids[last.start : last.end].tolist()
+        judgement = await self.judge(ended.prompt, ended.completion, tokens)
+        if judgement.reward is None:
+            return []
         return [Score(value=judgement.reward, metrics=judgement.metrics, version=judgement.version)]
 
-    async def judge(self, prompt: Prompt, completion: str) -> Judgement:
+    async def judge(self, prompt: Prompt, completion: str, token_ids: Sequence[int] = ()) -> Judgement:
         """Judge an answer. Answers are judged in the order in which they are asked for.
 
         Raises `ScoreError` if the function raised, gave no number, took too long, or died. The function's time limit
-        counts from when a worker or a thread starts on the answer.
+        counts from when a worker or a thread starts on the answer. `token_ids` are those of the answer.
         """
-        question = Question(completion=completion, messages=prompt.messages or [], text=prompt.text, data=prompt.data)
+        question = Question(
+            completion=completion,
+            messages=prompt.messages or [],
+            text=prompt.text,
+            data=prompt.data,
+            as_text=prompt.as_text,
+            token_ids=list(token_ids),
+        )
         # Each earlier judgement takes a limited time, so this deadline is not reached while judgements go on.
         longest = (self._waiting // self._count + 2) * self._longest_turn
         self._waiting += 1
@@ -66,7 +92,15 @@ class RewardScorer(Scorer):
         finally:
             self._waiting -= 1
         try:
-            return await self._ask(question)
+            if self._timeouts is not None and self._timeouts >= HANGS_AFTER:
+                raise ScoreError(f"the reward function hangs: {HANGS_AFTER} answers took more than {self._timeout:g} s")
+            judgement = await self._ask(question)
+            self._timeouts = None
+            return judgement
+        except TookTooLong:
+            if self._timeouts is not None:
+                self._timeouts += 1
+            raise
         finally:
             self._places.release()
 
@@ -134,7 +168,7 @@ class WorkerScorer(RewardScorer):
         except WorkerDied as error:
             raise ScoreError(f"the reward worker {error} during a judgement") from error
         except TimeoutError:
-            raise ScoreError(f"the reward function took more than {self._timeout:g} s") from None
+            raise TookTooLong(f"the reward function took more than {self._timeout:g} s") from None
         except PoolClosed:
             raise ScoreError("the reward workers are closed") from None
         except ConfigError as error:
@@ -181,4 +215,4 @@ class ThreadScorer(RewardScorer):
             async with asyncio.timeout(self._timeout):
                 return await asyncio.wrap_future(answer)
         except TimeoutError:
-            raise ScoreError(f"the reward function took more than {self._timeout:g} s") from None
+            raise TookTooLong(f"the reward function took more than {self._timeout:g} s") from None

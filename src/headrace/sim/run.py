@@ -82,6 +82,9 @@ class _Chat:
     def continue_(self, messages: Sequence[dict[str, str]], *, ended: bool) -> Int32Array:
         return self.encode(messages[-1]["content"])
 
+    def open_text(self, text: str) -> Int32Array:
+        return self.encode(text)
+
     def encode(self, text: str) -> Int32Array:
         return np.array([ord(letter) % STOP_TOKEN for letter in text], np.int32)
 

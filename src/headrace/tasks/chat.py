@@ -49,12 +49,14 @@ class ChatFormat:
         template: ChatTemplate | None,
         stop_token_ids: Iterable[int] = (),
         *,
+        bos_token_id: int | None = None,
         origin: str = "the model",
         digest: str = "",
     ) -> None:
         """Use `load` instead. The end of turn that the template itself writes also counts as a stop token."""
         self._tokenizer = tokenizer
         self._template = template
+        self._bos_token_id = bos_token_id
         self._origin = origin
         self._opened: tuple[Any, Int32Array] | None = None
         """The last opening and its tokens: the rollouts of a group ask for the same one in a row."""
@@ -69,8 +71,11 @@ class ChatFormat:
         """The token with which the template itself ends an assistant's turn, or else the first of the stop tokens."""
 
     @classmethod
-    def load(cls, model_dir: str | Path) -> ChatFormat:
-        """Load the chat format of this directory. Without a chat template, it works for plain text only."""
+    def load(cls, model_dir: str | Path, chat_template: str | None = None) -> ChatFormat:
+        """Load the chat format of this directory. Without a chat template, it works for plain text only.
+
+        `chat_template` is the text of a template that takes the place of the directory's own.
+        """
         path = Path(model_dir)
         if not path.is_dir():
             raise ModelError(f"[model] path: {path} is not a directory")
@@ -79,11 +84,14 @@ class ChatFormat:
         settings = _read_json(path / "tokenizer_config.json")
         special = _special_tokens(settings, _read_json(path / "special_tokens_map.json"))
         tokenizer = _load_tokenizer(path, settings, special)
-        source = _template_source(path, settings)
+        source, origin = _template_source(path, settings), str(path)
+        if chat_template is not None:
+            source, origin = chat_template, "[model] chat_template"
         return cls(
             tokenizer,
-            ChatTemplate(source, special, str(path)) if source is not None else None,
+            ChatTemplate(source, special, origin) if source is not None else None,
             _stop_token_ids(path, tokenizer, special),
+            bos_token_id=_bos_token_id(tokenizer, special),
             origin=str(path),
             digest=hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest(),
         )
@@ -108,6 +116,18 @@ class ChatFormat:
             return tokens
         # White space before the end token is written by the template; a policy does not end its turn with it.
         return tokens[end + 1 :] if ended else tokens[end:]
+
+    @property
+    def has_template(self) -> bool:
+        """Whether messages can be rendered."""
+        return self._template is not None
+
+    def open_text(self, text: str) -> Int32Array:
+        """Return the tokens of a prompt that is plain text, after the token that the tokenizer puts before a text."""
+        tokens, begin = self.encode(text), self._bos_token_id
+        if begin is None or begin in tokens[:1]:
+            return tokens
+        return np.concatenate([np.asarray([begin], np.int32), tokens])
 
     def encode(self, text: str) -> Int32Array:
         """Return the tokens of a text, as it is. Special tokens that are written in the text count as such."""
@@ -138,8 +158,8 @@ class ChatFormat:
     def _chat_template(self) -> ChatTemplate:
         if self._template is None:
             raise ModelError(
-                f"[model] path: {self._origin} has no chat template "
-                "(chat_template.jinja, or chat_template in tokenizer_config.json), and the prompts are messages"
+                f"[model] path: {self._origin} has no chat template, and the prompts are messages: set [model] "
+                'chat_template, or [task] format = "text" for prompts as they are'
             )
         return self._template
 
@@ -235,6 +255,16 @@ def _template_source(path: Path, settings: dict[str, Any]) -> str | None:
             raise ModelError(f"{path}: of its chat templates ({', '.join(named)[:200]}) none is the default")
         return named["default"]
     return source
+
+
+def _bos_token_id(tokenizer: Tokenizer, special: Mapping[str, str]) -> int | None:
+    """Return the token that the tokenizer itself puts before every text; None if it puts none there."""
+    try:
+        before = tokenizer.encode("", add_special_tokens=True).ids[:1]
+    except Exception as error:  # the library raises bare Exceptions
+        raise ModelError(f"tokenizer.json cannot encode a text: {_first_line(error)}") from error
+    begin = tokenizer.token_to_id(special["bos_token"]) if "bos_token" in special else None
+    return begin if before == [begin] else None
 
 
 def _stop_token_ids(path: Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> list[int]:

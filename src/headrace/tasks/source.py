@@ -78,9 +78,19 @@ class PromptSource:
         self.position = 0
         """The position in the order, over all epochs. Set it to another source's position to continue from there."""
         self._epoch = -1
+        self._left_out: set[str] = set()
         self._order: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._curriculum = Curriculum(len(prompts)) if curriculum else None
         self._by_id = {prompt.id: prompt for prompt in prompts} if curriculum else {}
+
+    def leave_out(self, prompt_id: str) -> None:
+        """Draw this prompt no more, because it cannot be answered. Raises `DataError` if no prompt is left.
+
+        The prompt keeps its place in the order, so all other prompts are drawn where they would be.
+        """
+        self._left_out.add(prompt_id)
+        if len(self._left_out) >= len(self._prompts):
+            raise DataError("every training prompt is too long to be answered ([engine] max_length)")
 
     def draw(self, at: int = 0) -> Prompt:
         """Return the next prompt, for the group attempt `at`. Only a curriculum uses `at`."""
@@ -107,12 +117,15 @@ class PromptSource:
                 self._curriculum.note(prompt_id, right, answers, at)
 
     def _next_in_order(self) -> Prompt:
-        epoch, offset = divmod(self.position, len(self._prompts))
-        if epoch != self._epoch:
-            self._order = permutation(self._seed, epoch, len(self._prompts))
-            self._epoch = epoch
-        self.position += 1
-        return self._prompts[int(self._order[offset])]
+        while True:
+            epoch, offset = divmod(self.position, len(self._prompts))
+            if epoch != self._epoch:
+                self._order = permutation(self._seed, epoch, len(self._prompts))
+                self._epoch = epoch
+            self.position += 1
+            prompt = self._prompts[int(self._order[offset])]
+            if prompt.id not in self._left_out:
+                return prompt
 
 
 def permutation(seed: int, epoch: int, size: int) -> npt.NDArray[np.int64]:

@@ -27,6 +27,7 @@ from headrace.channel.turns import FILE as TURNS
 from headrace.channel.turns import TrainerTurns
 from headrace.channel.vital import vital_thread
 from headrace.channel.worker_link import Incoming, WorkerLink
+from headrace.config.hub import model_dir, teacher_dir
 from headrace.config.schema import Config, LoraConfig, TrainingConfig
 from headrace.delivery.base import Manifest, Score, canary_sequence
 from headrace.delivery.digest import digest_as
@@ -83,7 +84,7 @@ def build_trainer(
     sharded = config.training.offload or config.training.processes > 1
     # Master weights are float32 whatever the serving dtype is, because small updates would vanish in bfloat16.
     model = load_model(
-        config.model.path,
+        model_dir(config.model),
         weights=config.model.weights,
         dtype="float32",
         seed=config.run.seed,
@@ -130,7 +131,7 @@ def _freeze(model: Any, config: Config, lora: LoraConfig, checkpoints: Path) -> 
     layers = frozen_linears(model, tuple(lora.modules)) if lora.base == "nf4" else {}
     round_weights(layers)
     digest = digest_as(named_weights(model), config.model.dtype)
-    base = Path(config.model.path)
+    base = model_dir(config.model)
     if layers or config.model.weights == "random":
         base = keep_base(model, checkpoints, base, BASES[lora.base])
     hold_in_four_bits(model, layers)
@@ -139,10 +140,10 @@ def _freeze(model: Any, config: Config, lora: LoraConfig, checkpoints: Path) -> 
 
 def _teacher(config: Config, device: torch.device) -> Any:
     """Load the frozen teacher, whole on every rank, on the device of the passes. On a GPU 16 bits are enough for it."""
-    if config.algorithm.teacher is None:
+    if (teacher := teacher_dir(config)) is None:
         return None
     dtype = "float32" if device.type == "cpu" else "bfloat16"
-    return load_model(config.algorithm.teacher, dtype=dtype, device=str(device)).requires_grad_(False)
+    return load_model(teacher, dtype=dtype, device=str(device)).requires_grad_(False)
 
 
 def make_publisher(config: Config, built: Built, run_dir: Path, own_address: str = "") -> Publisher:
@@ -323,7 +324,10 @@ class TrainerRole:
     def _save(self, version: int, tell: Callable[[remote.Saved], None]) -> None:
         self.link.phase = "saving"
         with self.link.spans.span("checkpoint"), self._writing():
-            future = self.trainer.begin_save(self.checkpoints, version=version, source=Path(self.config.model.path))
+            model = self.config.model
+            future = self.trainer.begin_save(
+                self.checkpoints, version=version, source=model_dir(model), chat_template=model.chat_template
+            )
 
         def announce(path: Path) -> None:
             keep = self.config.training.keep_checkpoints

@@ -205,16 +205,22 @@ class Trainer:
         return self.begin_save(directory, version=version, source=source).result()
 
     def begin_save(
-        self, directory: str | Path, *, version: int = NO_VERSION, source: str | Path | None = None
+        self,
+        directory: str | Path,
+        *,
+        version: int = NO_VERSION,
+        source: str | Path | None = None,
+        chat_template: str | None = None,
     ) -> Future[Path]:
         """Start a checkpoint like `save`, but return as soon as everything is copied: training continues meanwhile.
 
         A second call waits until the first checkpoint is written, and raises the error if that write failed.
+        `chat_template` takes the place of the one in `source`.
         """
         companions = Path(source if source is not None else self.model.name_or_path)
         optimizer = self._training.optimizer if self._state.objective else ""
         state = msgspec.structs.replace(self._state, version=version, optimizer=optimizer)
-        return self._saver.begin(Path(directory), state, self._optimizer, companions)
+        return self._saver.begin(Path(directory), state, self._optimizer, companions, chat_template)
 
     def load(self, checkpoint: str | Path) -> None:
         """Continue from a checkpoint, which may have been written by any number of ranks.

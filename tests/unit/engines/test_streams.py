@@ -137,6 +137,6 @@ async def test_leaving_a_lost_engine_withdraws_nothing() -> None:
 async def test_silence_is_an_error_after_the_deadline_and_withdraws_the_request() -> None:
     there = Elsewhere(deadline=0.05)
     (task,) = there.start("a")
-    with pytest.raises(DeadlineError, match=r"e sent nothing for request a in 0\.05 s"):
+    with pytest.raises(DeadlineError, match=r"e sent nothing for a request in 0\.05 s"):
         await task
     assert there.seen == [["a"], "a"]

@@ -28,8 +28,7 @@ def test_a_warning_is_said_once_and_again_only_after_it_was_well() -> None:
 
     def step(cut: int) -> str | None:
         lengths = rng.integers(1, 101, FEWEST)
-        drift.generated.extend(lengths.tolist())
-        drift.trained.extend([int(length) for length in lengths if length <= cut])
+        drift.ended(lengths.tolist(), [int(length) for length in lengths if length <= cut])
         return drift.warning()
 
     assert [step(100) for _ in range(4)] == [None] * 4
@@ -43,9 +42,17 @@ def test_a_warning_is_said_once_and_again_only_after_it_was_well() -> None:
 
 def test_too_few_rollouts_say_nothing() -> None:
     drift = LengthDrift()
-    drift.generated.extend(range(1000))
-    drift.trained.extend(range(FEWEST - 1))
+    drift.ended(range(1000), range(FEWEST - 1))
     assert drift.distance() is None and drift.warning() is None
+
+
+def test_lengths_that_change_fast_are_no_difference_if_all_are_trained() -> None:
+    drift = LengthDrift()
+    for step in range(40):
+        lengths = [200 - 4 * step + place for place in range(32)]
+        drift.ended(lengths, lengths)
+        assert drift.warning() is None
+    assert drift.distance() == 0.0
 
 
 def test_groups_fall_into_quarters_and_outcomes() -> None:

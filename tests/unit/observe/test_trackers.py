@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from headrace.observe import metrics as feed
-from headrace.observe.metrics import MetricsLog, Trackers, read_metrics
+from headrace.errors import ConfigError
+from headrace.observe.metrics import MetricsLog, read_metrics
+from headrace.observe.trackers import feed
+from headrace.observe.trackers.base import NAMES, find_tracker, numbers_of
+from headrace.observe.trackers.feed import Trackers
 
 CODE = """
 heard, release = [], threading.Event()
@@ -18,6 +22,9 @@ class Listening:
     def start(self, run, config): heard.append((run, config))
     def log(self, record): heard.append(record)
     def close(self): heard.append("closed")
+
+class Choosing(Listening):
+    def __init__(self, project="none"): heard.append(project)
 
 class Failing(Listening):
     def log(self, record): raise ValueError("enough")
@@ -86,3 +93,39 @@ def test_one_that_waits_holds_nothing_up(mine: str, monkeypatch: pytest.MonkeyPa
     for thread in threading.enumerate():
         if thread.name.startswith("tracker"):
             thread.join(60)
+
+
+def test_options_are_the_arguments_of_the_factory(mine: str) -> None:
+    name = f"{mine}:Choosing"
+    Trackers([name], "run", {}, pytest.fail, options={name: {"project": "sorting"}}).close()
+    assert module_of(mine)["heard"] == ["sorting", ("run", {}), "closed"]
+    with pytest.raises(ConfigError, match=r"unexpected keyword argument 'projct' \(its options: project\)"):
+        find_tracker(name, {"projct": "sorting"})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_built_in_one_names_what_is_missing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError) as error:
+        find_tracker(name, {})
+    assert str(error.value) == f'{name!r} needs a package that is not installed: pip install "headrace[{name}]"'
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="'wandbb' is none of wandb, tensorboard, mlflow, trackio, and not module"):
+        find_tracker("wandbb", {})
+
+
+def test_the_numbers_of_records() -> None:
+    step = {"time": 1.0, "kind": "step", "step": 3, "version": 2, "reward": 0.5, "skipped": True, "score/a": 1}
+    assert numbers_of({**step, "objective": "policy", "loss": None}) == {
+        "version": 2.0,
+        "reward": 0.5,
+        "skipped": 1.0,
+        "score/a": 1.0,
+    }
+    assert numbers_of({"time": 1.0, "kind": "step", "step": -3, "objective": "imitation", "nll": 2.0}) == {
+        "warm_start/nll": 2.0
+    }
+    assert numbers_of({"time": 1.0, "kind": "group", "group": 3, "reward": 0.5}) == {}
+    assert numbers_of({"time": 1.0, "kind": "version", "version": 1}) == {"published/version": 1.0}

@@ -44,6 +44,9 @@ class PlainChat:
     def continue_(self, messages: Any, *, ended: bool) -> Int32Array:
         return self.encode(messages[-1]["content"])
 
+    def open_text(self, text: str) -> Int32Array:
+        return self.encode(text)
+
     def encode(self, text: str) -> Int32Array:
         return np.array([ord(letter) % 60 for letter in text], np.int32)
 

@@ -32,6 +32,14 @@ def test_an_engine_with_requests_and_without_tokens_is_stuck() -> None:
     assert watch.stuck({"engine-0": 3, "engine-1": 0}, 10.0) == ["engine-0"]
 
 
+def test_friction_25_requests_wait_and_a_request_waits() -> None:
+    watch = EngineWatch(lambda: 0.0)
+    assert [str(wait) for wait in watch.waits({"engine-0": 191, "engine-1": 1, "engine-2": 0})] == [
+        "191 requests wait for a token of engine-0, since 0 s",
+        "1 request waits for a token of engine-1, since 0 s",
+    ]
+
+
 def test_idle_time_does_not_count() -> None:
     now = [0.0]
     watch = EngineWatch(lambda: now[0])

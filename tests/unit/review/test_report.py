@@ -1,3 +1,4 @@
+import json
 import re
 from contextlib import closing
 from html.parser import HTMLParser
@@ -175,3 +176,26 @@ def test_another_page_can_extend_the_report(journal: JournalMaker):
     assert '<span class="what">a &amp; b</span><b>0</b><small>now</small>' in html
     assert "Trained tokens per second" not in html
     assert "No delivery was recorded." in html
+
+
+def test_curves_and_advice_are_shown(journal: JournalMaker):
+    for step in range(1, 4):
+        numbers = {"zero_variance": 0.5, "score/<right>": 0.1 * step, "score/short": 1.0, "kl_k3": None, "unknown": 3.0}
+        journal.add("steps", step=step, version=step - 1, metrics=json.dumps(numbers))
+    told = {"cause": "truncated", "step": 3, "line": "90% of the answers <were> cut off"}
+    journal.meta(**{"advice truncated": told})
+    shown = values(journal.run_dir)
+    assert [title for title, _ in shown["curves"]] == ["Scores", "Groups with equal rewards"]
+    assert [key for _, key in shown["curves"][0][1].keys] == ["<right>", "short"]
+    page = write_report(journal.run_dir).read_text()
+    assert "90% of the answers &lt;were&gt; cut off" in page
+    assert "<right>" not in page and "&lt;right&gt;" in page
+
+
+def test_short_times_have_one_unit_and_zeros_are_a_sentence(journal: JournalMaker):
+    for version in range(3):
+        journal.add("deliveries", version=version, stage_seconds=0.0125, canary_error=0.0)
+    [canary, stage, _] = values(journal.run_dir)["deliveries"]
+    assert canary == ("Canary error · 0 in all 3 deliveries", None)
+    assert stage[0] == "Time to stage · at most 12.5 ms"
+    assert ">ms</text>" in stage[1].svg and ": 12.5</title>" in stage[1].svg

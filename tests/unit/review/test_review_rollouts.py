@@ -99,9 +99,22 @@ def test_the_text_is_what_the_models_tokenizer_says(run_dir: Path) -> None:
     assert entries[0]["text"] == [tokenizer.decode([6, 7, 3])]
     assert entries[1]["text"] == [tokenizer.decode([8]), tokenizer.decode([9, 3])]
     assert entries[3]["text"] is None
+    assert entries[0]["prompt_text"] == [tokenizer.decode([1, 6, 7, 2])]
+    assert entries[3]["metrics"] is None
     lines = table(entries)
     assert lines[0].split()[-1] == "text"
     assert lines[1].endswith(tokenizer.decode([6, 7, 3]))
+
+
+def test_numbers_beside_the_reward_have_a_column_if_there_are_any() -> None:
+    entry = {
+        "id": "0/0", "step": 1, "state": "trained", "reason": "", "ending": "finished", "reward": 1.0,
+        "sampled_tokens": 1, "oldest_version": 0, "newest_version": 0, "metrics": {"turns": 1.0, "format": 0.5},
+    }  # fmt: skip
+    heading, line = table([entry])
+    assert heading.split()[5] == "numbers"
+    assert line.split()[5] == "format=0.5"
+    assert "numbers" not in table([entry | {"metrics": {"turns": 1.0}}])[0]
 
 
 def test_a_long_text_is_cut_in_the_table_only() -> None:

@@ -36,6 +36,9 @@ class TinyChat:
     def continue_(self, messages: Sequence[Mapping[str, str]], *, ended: bool) -> Int32Array:
         return np.concatenate([np.array([] if ended else [END], np.int32), self._render(messages)])
 
+    def open_text(self, text: str) -> Int32Array:
+        return self.encode(text)
+
     def encode(self, text: str) -> Int32Array:
         return np.array([ord(c) % 59 for c in text], np.int32)
 

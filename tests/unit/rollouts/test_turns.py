@@ -217,7 +217,7 @@ async def test_an_engine_that_raises_fails_the_rollout() -> None:
             yield
 
     rollout = await run(episode(Script(done()), Broken(version=1)))
-    assert (rollout.ending, rollout.reason) == ("failed", "fake: PeerDied: engine0 died: killed by signal 9")
+    assert (rollout.ending, rollout.reason) == ("failed", "fake: engine0 died: killed by signal 9")
 
 
 async def test_cancel_aborts_the_request_and_returns_the_partial() -> None:

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import asyncio
 import functools
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from headrace.errors import ConfigError
 from headrace.scoring.base import ScoreError
-from headrace.scoring.functions import Question, call, check_signature, judgement
+from headrace.scoring.functions import Question, call, check_signature, in_list_style, judge, judgement
 
 QUESTION = Question(
     completion="C",
@@ -73,10 +75,68 @@ def test_what_a_function_raises_is_one_line() -> None:
 
 
 def test_functions_that_cannot_be_rewards() -> None:
-    with pytest.raises(ConfigError, match=r"f takes \(text, answer\), but a reward function must take `completion`"):
+    with pytest.raises(ConfigError, match=r"f takes \(text, answer\), but a reward function must take `completion` "):
         check_signature(lambda text, answer: 0, "f")
     with pytest.raises(ConfigError, match="has no signature"):
         check_signature(max, "max")
+
+
+LISTS = msgspec.structs.replace(QUESTION, as_text=True, token_ids=[5, 6])
+
+
+@pytest.mark.parametrize(
+    ("function", "seen"),
+    [
+        (lambda completions: completions, ["C"]),
+        (lambda completions, answer, **kwargs: (answer, sorted(kwargs)), ([4], ["completion_ids", "level", "prompts"])),
+        (lambda prompts, completions, level=None: (prompts, level), (["Q"], ["hard"])),
+        (lambda completions, other=9: other, 9),
+        (lambda completion_ids, **kwargs: completion_ids, [[5, 6]]),
+    ],
+)
+def test_a_function_in_list_style_gets_lists(function: Any, seen: Any) -> None:
+    check_signature(function, "f")
+    assert in_list_style(function)
+    assert call(function, LISTS) == seen
+
+
+def test_both_names_are_one_answer() -> None:
+    assert not in_list_style(lambda completion, completions=(): 0)
+    assert not in_list_style(lambda **fields: 0)
+
+
+def test_messages_are_answered_by_messages_in_list_style() -> None:
+    both = call(lambda prompts, completions: (prompts, completions), QUESTION)
+    assert both == ([QUESTION.messages], [[{"role": "assistant", "content": "C"}]])
+    raw = Question(completion="C", messages=[], text="as it is")
+    assert call(lambda prompts, completions: (prompts, completions), raw) == (["as it is"], ["C"])
+
+
+def test_a_list_of_one_is_judged() -> None:
+    def given(result: Any) -> float | None:
+        return judge(lambda completions: result, LISTS, asyncio.run).reward
+
+    async def later(completions: list[str], **fields: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    assert given([0.5]) == 0.5
+    assert given((1,)) == 1.0
+    assert given(np.asarray([2.0])) == 2.0
+    assert given([None]) is None
+    assert judge(later, LISTS, asyncio.run).reward == 1.0
+    for result, problem in [
+        (1.0, "gave a float, not a list of numbers"),
+        (None, "gave a NoneType, not a list of numbers"),
+        ("1", "gave a str, not a list of numbers"),
+        ([], "gave 0 numbers for 1 answer"),
+        ([1.0, 2.0], "gave 2 numbers for 1 answer"),
+        (["1"], "gave a str, not a number"),
+        ([float("nan")], "gave nan, not a finite number"),
+        (np.asarray(1.0), "raised TypeError: iteration over a 0-d array"),
+        ((1 / number for number in [0]), "raised ZeroDivisionError: division by zero"),
+    ]:
+        with pytest.raises(ScoreError, match=problem):
+            given(result)
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headrace.errors import ConfigError
 from headrace.scoring.base import Ended, ScoreError, Turn
 from headrace.scoring.rewards import RewardScorer, WorkerScorer
 from headrace.tasks.gym import VERIFIER, GymTask
-from headrace.types import Prompt, Rollout
+from headrace.types import Prompt, Rollout, Trace
 from waiting import alive, until
 
 REWARDS = '''
@@ -365,7 +366,9 @@ async def test_a_reward_function_that_forks_does_not_shift_rewards(tmp_path: Pat
 
 
 async def test_a_score_has_the_version_of_the_source_that_gave_it(rewards: Path) -> None:
-    ended = Ended(prompt(), Rollout(id="9/0", index=0, traces=[], ending="finished"), [Turn(0, 0, 1, lambda: "fine")])
+    trace = Trace.of_context(np.array([7], np.int32))
+    rollout = Rollout(id="9/0", index=0, traces=[trace], ending="finished")
+    ended = Ended(prompt(), rollout, [Turn(0, 0, 1, lambda: "fine")])
     async with judging(f"{rewards}:wild", timeout=0.5) as judge:
         (first,) = await judge.score(ended)
         (again,) = await judge.score(ended)

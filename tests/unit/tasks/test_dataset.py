@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import DataError
-from headrace.tasks.dataset import check_disjoint, load_prompts, prompt_content, split_heldout
+from headrace.tasks.dataset import PromptFormat, Prompts, check_disjoint, load_prompts, prompt_content, split_heldout
+from headrace.tasks.records import Table
 from headrace.types import Prompt
 
 
@@ -31,6 +32,7 @@ def test_text_and_messages_become_prompts(tmp_path: Path) -> None:
         id="first",
         messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"}],
         data={"answer": "4"},
+        as_text=True,
     )
     assert chat == Prompt(id="7", messages=messages, data={"answer": [1, {"deep": None}]})
     assert load_prompts(path)[0].messages == [{"role": "user", "content": "What is 2+2?"}]
@@ -100,7 +102,8 @@ def test_files_that_are_not_there_or_not_text(tmp_path: Path) -> None:
 
 @given(st.lists(st.integers(0, 30), min_size=2, max_size=60), st.integers(0, 20))
 def test_a_split_is_exact_disjoint_and_complete(contents: list[int], count: int) -> None:
-    prompts = [Prompt(id=f"p{i}", messages=[{"role": "user", "content": str(c)}]) for i, c in enumerate(contents)]
+    rows = [{"prompt": str(c), "id": f"p{i}"} for i, c in enumerate(contents)]
+    prompts = Prompts(Table(rows, "a table"), PromptFormat())
     single = sum(contents.count(c) == 1 for c in contents)
     if count and (single < count or count == len(prompts)):
         with pytest.raises(DataError, match="cannot be held out"):
@@ -111,7 +114,7 @@ def test_a_split_is_exact_disjoint_and_complete(contents: list[int], count: int)
     assert sorted(p.id for p in [*train, *heldout]) == sorted(p.id for p in prompts)
     assert not {prompt_content(p) for p in train} & {prompt_content(p) for p in heldout}
     # The choice follows the ids, not the order of the lines.
-    _, again = split_heldout(list(reversed(prompts)), count)
+    _, again = split_heldout(Prompts(Table(rows[::-1], "a table"), PromptFormat()), count)
     assert {p.id for p in again} == {p.id for p in heldout}
 
 
@@ -121,10 +124,10 @@ def test_two_files_may_not_share_a_prompt_or_an_id(tmp_path: Path) -> None:
     same_id = write(tmp_path / "id", {"prompt": "c", "id": "1"})
     fine = write(tmp_path / "fine", {"prompt": "c", "id": "3"})
     loaded = load_prompts(train)
-    check_disjoint(loaded, load_prompts(fine), train, fine)
+    check_disjoint(loaded, load_prompts(fine))
     with pytest.raises(DataError) as caught:
-        check_disjoint(loaded, load_prompts(same_content), train, same_content)
+        check_disjoint(loaded, load_prompts(same_content))
     assert str(caught.value) == f"{same_content}, line 2: this prompt is also trained on ({train}, line 2)"
     with pytest.raises(DataError) as caught:
-        check_disjoint(loaded, load_prompts(same_id), train, same_id)
+        check_disjoint(loaded, load_prompts(same_id))
     assert str(caught.value) == f"{same_id}, line 1: the id '1' is also in {train}, line 1"

@@ -60,6 +60,19 @@ def test_far_positions_cost_one_permutation() -> None:
     assert source.draw().id == str(permutation(1, 10**15, 5)[2])
 
 
+def test_a_prompt_that_is_left_out_is_drawn_no_more_and_the_others_keep_their_places() -> None:
+    prompts = [Prompt(id=str(i), text="x") for i in range(5)]
+    whole, source = PromptSource(prompts, seed=3), PromptSource(prompts, seed=3)
+    source.leave_out("2")
+    expected = [prompt.id for prompt in (whole.draw() for _ in range(20)) if prompt.id != "2"]
+    assert [source.draw().id for _ in expected] == expected
+    for id in "013":
+        source.leave_out(id)
+    assert source.draw().id == "4"
+    with pytest.raises(DataError, match="every training prompt is too long"):
+        source.leave_out("4")
+
+
 def test_nothing_to_draw_from() -> None:
     with pytest.raises(DataError, match="no training prompts"):
         PromptSource([], seed=0)

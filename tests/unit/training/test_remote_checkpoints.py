@@ -235,6 +235,7 @@ def test_a_base_model_beside_adapters_travels_once(tmp_path: Path, store: Remote
 def configured(url: str) -> Config:
     return make_config(
         {
+            "run": {"name": "run"},
             "model": {"path": "model"},
             "task": {"kind": "dataset", "path": "prompts.jsonl", "reward": "rewards:reward"},
             "training": {"checkpoint_directory": url},

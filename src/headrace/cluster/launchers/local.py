@@ -12,6 +12,7 @@ import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -31,6 +32,7 @@ KILL_SECONDS = 30.0
 """Seconds to wait until a killed process is gone. On a machine with much else to do, that may take a while."""
 SHARED = "HEADRACE_FORK_SERVER"
 """This variable names the socket of a process that gives every launcher a loaded fork server."""
+AT_ONCE_SECONDS = 0.3
 LEAVE_SECONDS = 5.0
 """Seconds that a fork server which closed its connection has to exit, so that its exit code tells why."""
 GPU_DRIVER = Path("/dev/nvidiactl")
@@ -151,11 +153,13 @@ class ForkedLauncher(_HostLauncher):
         await self._all_ended(grace)
         for name in self._logs:
             self.kill(name)
-        await self._all_ended(KILL_SECONDS)
+        # Without grace, nobody waits for a fork server that is still loading: its workers end with it.
+        await self._all_ended(KILL_SECONDS if grace else 0.0)
         if self._listener is not None:
             self._listener.cancel()
             await asyncio.wait([self._listener])
-        await self._end_server()
+        # One that has loaded kills its workers when the connection ends, which takes a moment.
+        await self._end_server(0.0 if grace else AT_ONCE_SECONDS)
 
     async def _connect(self, log: Path) -> None:
         """Start a fork server, which may load its libraries for a while, or connect to a loaded one."""
@@ -248,7 +252,13 @@ def hosts_of(config: Config) -> list[Host]:
         finally:
             await launcher.stop(0.0)
 
-    return asyncio.run(ask())
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(ask())
+    # In a notebook, an event loop runs in this thread already.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, ask()).result()
 
 
 def _forks_are_safe(config: Config) -> bool:

@@ -16,6 +16,7 @@ import msgspec
 from headrace.cluster.placement import Gpu, Host, parse_gpus, place
 from headrace.config.schema import Config
 from headrace.errors import ConfigError, UserError
+from headrace.run_dir import DEFAULT_NAME
 
 SIGNAL_SECONDS = 300
 """Seconds before the time limit at which a run is told to stop and to write its checkpoint."""
@@ -91,11 +92,12 @@ def make_job(config: Config, path: str, settings: Sequence[str], options: Option
     placement = place(config, hosts)
     placement.applied(config)
     threads = [sum(at.threads for at in placement.places if at.host == host) for host in placement.hosts]
+    run = config.run.name or DEFAULT_NAME
     return Job(
-        name=re.sub(r"[^a-z0-9]+", "-", config.run.name.lower()).strip("-")[:_NAME_LENGTH].strip("-") or "headrace",
+        name=re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")[:_NAME_LENGTH].strip("-") or "headrace",
         config=path,
         settings=list(settings),
-        run_dir=str(Path(config.run.directory) / config.run.name),
+        run_dir=str(Path(config.run.directory) / run),
         directory=str(Path.cwd()),
         nodes=nodes,
         gpus_per_node=gpus,

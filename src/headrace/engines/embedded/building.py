@@ -18,6 +18,7 @@ from headrace.channel.turns import FILE as TURNS
 from headrace.channel.turns import EngineTurns
 from headrace.channel.vital import vital_thread
 from headrace.channel.worker_link import Incoming, WorkerLink
+from headrace.config.hub import model_dir
 from headrace.config.memory import EVERY_ENGINE, longest_sequence, share_beside_trainer
 from headrace.config.schema import Config, LoraConfig
 from headrace.delivery.digest import digest_as
@@ -37,7 +38,7 @@ def _round_as_the_trainer(model: Any, config: Config, lora: LoraConfig) -> None:
     spared = tuple(lora.modules)
     sources = None
     if config.model.dtype != "float32":
-        whole = load_model(config.model.path, weights=config.model.weights, dtype="float32", seed=config.run.seed)
+        whole = load_model(model_dir(config.model), weights=config.model.weights, dtype="float32", seed=config.run.seed)
         sources = frozen_linears(whole, spared)
     round_weights(frozen_linears(model, spared), sources)
 
@@ -55,7 +56,7 @@ def build(link: WorkerLink, config: Config) -> EngineLoop:
         engine = msgspec.structs.replace(engine, memory_fraction=EVERY_ENGINE / beside)
     with link.spans.span("load"):
         model = load_model(
-            config.model.path,
+            model_dir(config.model),
             weights=config.model.weights,
             dtype=config.model.dtype,
             seed=config.run.seed,

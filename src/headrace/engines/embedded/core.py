@@ -123,7 +123,7 @@ class EngineCore:
             sequence.limit = min(sequence.limit, self.max_length)
             self._submitted += 1
             if reason := request_refusal(request, self._vocabulary, self.max_length):
-                self._ready.append(sequence.delta("failed", f"request {request.id}: {reason}"))
+                self._ready.append(sequence.delta("failed", reason))
             else:
                 self.sequences[request.id] = sequence
                 self.scheduler.add(sequence)

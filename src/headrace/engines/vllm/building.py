@@ -13,12 +13,12 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from headrace.channel.worker_link import WorkerLink
 from headrace.config import Config
 from headrace.config.declared import transport_facts
+from headrace.config.hub import model_dir
 from headrace.config.memory import longest_sequence
 from headrace.config.model_dir import model_facts
 from headrace.config.schema import RolloutsConfig
@@ -56,7 +56,7 @@ def serve(link: WorkerLink, config: Config, gpu_memory: int = 0) -> None:
 @asynccontextmanager
 async def _opened(link: WorkerLink, config: Config, gpu_memory: int) -> AsyncIterator[Opened]:
     rank = int(link.name.rpartition("-")[2])  # The name of a worker process ends in its rank: engine-0.
-    model = model_facts(Path(config.model.path), config.model.weights)
+    model = model_facts(model_dir(config.model), config.model.weights)
     max_length = longest_sequence(config.engine.max_length, model.max_positions)
     server: VllmServer | None = None
     try:
@@ -66,7 +66,7 @@ async def _opened(link: WorkerLink, config: Config, gpu_memory: int) -> AsyncIte
         else:
             key = secrets.token_urlsafe(32)
             server = VllmServer(
-                model=Path(config.model.path),
+                model=model_dir(config.model),
                 config=config.engine,
                 log=link.run_dir / "logs" / f"vllm-{rank}.log",
                 key=key,

@@ -249,7 +249,7 @@ class VllmEngine(StreamedEngine):
             if self._closed:
                 self._finish(sequence, "failed", self._closed)
             elif reason := refusal(request, self._facts, self._max_length):
-                self._finish(sequence, "failed", f"request {request.id}: {reason}")
+                self._finish(sequence, "failed", reason)
             else:
                 heapq.heappush(self._waiting, sequence)
         self._pump()

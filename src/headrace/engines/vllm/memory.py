@@ -5,11 +5,10 @@ that starts at the same time, such a measurement would be wrong, and vLLM ends i
 of the cache is then computed here and passed to vLLM, which measures nothing.
 """
 
-from pathlib import Path
-
 import msgspec
 
 from headrace.config.declared import transport_facts
+from headrace.config.hub import model_dir
 from headrace.config.memory import BYTES, EVERY_ENGINE, longest_sequence, share_beside_trainer
 from headrace.config.model_dir import ModelFacts, model_facts
 from headrace.config.schema import Config
@@ -40,7 +39,7 @@ def budget(config: Config, total: int, neighbours: tuple[str, ...] = ()) -> Budg
     engine = config.engine
     if not total:
         return None if engine.memory_fraction is None else Budget(engine.memory_fraction)
-    facts = model_facts(Path(config.model.path), config.model.weights)
+    facts = model_facts(model_dir(config.model), config.model.weights)
     weights = facts.parameters * BYTES[config.model.dtype] // engine.gpus_per_engine
     beside_trainer = any(name.startswith("trainer") for name in neighbours)
     servers = 1 + sum(name.startswith("engine") for name in neighbours)

@@ -231,6 +231,10 @@ def clean(directory: Path) -> None:
         shutil.rmtree(leftover)
 
 
+CHAT_TEMPLATE = "chat_template.jinja"
+"""The file of a model directory that holds its chat template. It comes before other places of a template."""
+
+
 def copy_companions(source: Path, target: Path) -> None:
     """Copy what a model directory needs beside config and weights: tokenizer, chat template, and so on."""
     for file in sorted(source.iterdir()):

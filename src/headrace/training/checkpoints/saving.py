@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from headrace.errors import UserError
 from headrace.models.loading import load_model, named_weights
 from headrace.training.checkpoints.base import (
+    CHAT_TEMPLATE,
     TrainerState,
     begin_checkpoint,
     copy_companions,
@@ -75,7 +76,14 @@ class Saver:
         masters = {} if self._half is None else {name: p.detach() for name, p in self._half.masters.items()}
         return named_weights(self._model) | masters
 
-    def begin(self, directory: Path, state: TrainerState, optimizer: Optimizer, companions: Path) -> Future[Path]:
+    def begin(
+        self,
+        directory: Path,
+        state: TrainerState,
+        optimizer: Optimizer,
+        companions: Path,
+        chat_template: str | None = None,
+    ) -> Future[Path]:
         """Start writing a checkpoint below this directory, as `Trainer.begin_save` says.
 
         `companions` is the model directory whose tokenizer and similar files are copied. An adapter is small, so the
@@ -107,6 +115,8 @@ class Saver:
                 return final_path(partial)
             # The source's companion files are copied after the weights: its generation config replaces the model's own.
             copy_companions(companions, partial)
+            if chat_template is not None:
+                (partial / CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
             return finish_checkpoint(partial, state)
 
         self._last = self._thread.submit(finish)

@@ -1,0 +1,1 @@
+"""Trackers show the curves of a run elsewhere: in Weights & Biases, TensorBoard, MLflow, Trackio, or your own."""
