@@ -51,11 +51,11 @@ def python(checkout: Path, *arguments: str, cwd: Path) -> str:
 
 def headrace(checkout: Path, command: str, *settings: str) -> str:
     changes = [word for setting in settings for word in ("--set", setting)]
-    return python(checkout, "-m", "headrace", command, str(QUICKSTART), *changes, cwd=ROOT)
+    return python(checkout, "-m", "headrace", *command.split(), str(QUICKSTART), *changes, cwd=ROOT)
 
 
 def test_a_module_is_a_loss_by_its_name(checkout: Path) -> None:
-    assert 'loss = "plain"' in headrace(checkout, "check", "algorithm.loss=plain")
+    assert 'loss = "plain"' in headrace(checkout, "check --full", "algorithm.loss=plain")
 
 
 @pytest.mark.slow
