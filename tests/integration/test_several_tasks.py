@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sqlite3
 from pathlib import Path
@@ -158,3 +159,33 @@ def test_a_killed_run_goes_on_with_the_prompts_that_follow(tmp_path: Path) -> No
     assert len(drawn) > before
     assert drawn == expected(file, len(drawn)), "the order is that of an undisturbed run"
     assert json.loads((run_dir / "summary.json").read_text())["outcome"] == "finished"
+
+
+def test_kinds_can_be_mixed(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "tests/data/tiny_model", model)
+    described = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**described, "max_position_embeddings": 4096}))
+    rows = json.loads((QUICKSTART / "train.jsonl").read_text().splitlines()[0])
+    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({**rows, "prompt": f"{i}"}) for i in range(9)))
+    tasks = {
+        "text": {"kind": "dataset", "path": "text.jsonl", "reward": "rewards.py:short", "format": "text"},
+        "gym": {"kind": "gym", "name": "spell_backward"},
+        "tool": {"kind": "environment", "factory": "headrace.tasks.calculator:CalculatorTask"},
+    }
+    file = configured(
+        tmp_path,
+        model={"path": str(model), "weights": "random"},
+        tasks=tasks,
+        run={"directory": str(tmp_path), "name": "mixed", "versions": 2},
+        engine={"slots": 16, "max_length": 1024},
+        warm_start={"steps": 0},
+        evaluate={"prompts": 2, "every": 0},
+    )
+    done = headrace("train", str(file))
+    assert done.returncode == 0, done.stderr
+    drawn = prompts_of(tmp_path / "mixed")
+    assert {prompt.partition("/")[0] for prompt in drawn} == set(tasks)
+    steps = [record for record in read_metrics(tmp_path / "mixed" / "metrics.jsonl") if record["kind"] == "step"]
+    keys = {key for step in steps for key in step}
+    assert {"text/score/reward", "gym/score/verifier", "gym/extra/answered", "tool/score/environment"} <= keys
