@@ -8,13 +8,17 @@ import os
 import shutil
 import signal
 import sqlite3
+import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tomli_w
 from runs import ROOT, headrace, start
 
+import headrace as library
 from headrace.config import load_config
+from headrace.errors import UserError
 from headrace.observe.metrics import read_metrics
 from headrace.pipeline.inputs import make_task
 from headrace.tasks.mixture import make_source
@@ -189,3 +193,19 @@ def test_kinds_can_be_mixed(tmp_path: Path) -> None:
     steps = [record for record in read_metrics(tmp_path / "mixed" / "metrics.jsonl") if record["kind"] == "step"]
     keys = {key for step in steps for key in step}
     assert {"text/score/reward", "gym/score/verifier", "gym/extra/answered", "tool/score/environment"} <= keys
+
+
+def test_several_tasks_from_python(tmp_path: Path) -> None:
+    sections = tomllib.loads(configured(tmp_path).read_text())
+    tasks = {
+        name: {**task, "path": f"{tmp_path}/{task['path']}", "reward": f"{tmp_path}/rewards.py:short"}
+        for name, task in sections.pop("tasks").items()
+    }
+    del sections["run"], sections["observe"], sections["evaluate"]
+    for versions in (1, 2):  # The second call resumes the run.
+        settings = {"directory": str(tmp_path), "name": "api", "versions": versions}
+        run = library.train(tasks=tasks, run=settings, resume=True, display="none", **sections)
+        assert len(run.history) == versions
+    assert {key.partition("/")[0] for step in run.history for key in step if "/reward" in key} >= set(tasks)
+    with pytest.raises(UserError, match=r"^\[tasks\]: \[task\] is given too"):
+        library.train(tasks=tasks, reward=len, display="none", **sections)

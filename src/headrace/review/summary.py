@@ -342,7 +342,9 @@ def _curves(
 ) -> list[Titled]:
     """Draw the curves that the run has."""
     prefixes = ("", *(f"{task}/" for task in tasks))
-    present = sorted({key for step in figures for key in step})
+    # The scores of a task's own reward function are among the curves of the task.
+    again = tuple(f"score/{task}/" for task in tasks)
+    present = sorted({key for step in figures for key in step if not key.startswith(again)})
     drawn: list[Titled] = []
     for title, wanted in CURVES:
         wishes = [prefix + want for prefix in prefixes for want in wanted]
