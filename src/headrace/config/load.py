@@ -91,12 +91,9 @@ def _checked(given: _ShortForm) -> Config:
         if section not in ("scorers", "tasks"):
             _check_finite(section, values)
     if tasks := data.get("tasks"):
-        if "task" in data:
-            raise ConfigError(_both_forms(tasks))
         for name, task in tasks.items():
             _check_task(name, task)
-        kind = MixtureConfig.__struct_config__.tag
-        data = {**data, "task": {"kind": kind, "tasks": tasks}}
+        data = {**data, "task": {"kind": MixtureConfig.__struct_config__.tag, "tasks": tasks}}
         del data["tasks"]
     elif isinstance(task := data.get("task"), Mapping) and task.get("kind") == MixtureConfig.__struct_config__.tag:
         raise ConfigError("[task] kind: several tasks are given by a section each, [tasks.NAME]")
@@ -253,7 +250,8 @@ class _ShortForm:
     def path(self, parts: list[str]) -> list[str]:
         """Translate the path of a `--set` to the short form. Raises `ConfigError` for a further task or policy."""
         if parts[0] == "task" and (tasks := self.data.get("tasks")):
-            raise ConfigError(_both_forms(tasks))
+            known = ", ".join(tasks)
+            raise ConfigError(f"[task]: the run has several tasks; name one of them, [tasks.NAME] (there are {known})")
         if parts[0] not in ("tasks", "policies"):
             return parts
         table, name, *rest = parts
@@ -278,10 +276,6 @@ class _ShortForm:
     def as_given(self, message: str) -> str:
         """Rewrite a message about the short form, so that it names sections as the user wrote them."""
         return _SECTION.sub(lambda found: f"[{self._places.get(found[1], found[1])}]", message)
-
-
-def _both_forms(tasks: Iterable[str]) -> str:
-    return f"[task]: the run has several tasks; name one of them, [tasks.NAME] (there are {', '.join(tasks)})"
 
 
 def _copied(value: Any) -> Any:
