@@ -90,7 +90,7 @@ TABLES = f"""
 ## `[tasks.NAME]`
 
 A task with a name of its own. `[task]` is short for `[tasks.task]`; the keys are those of `[task]`. Give one of the two
-forms. A run has one task so far.
+forms. A run may have [several tasks](tasks.md#several-tasks), and draws prompts from each in proportion to `weight`.
 
 ```toml
 [tasks.sorting]
@@ -146,6 +146,8 @@ def sections() -> Iterator[tuple[str, type[msgspec.Struct]]]:
         shape = kinds.type_info(field.type)
         for kind in shape.types if isinstance(shape, kinds.UnionType) else (shape,):
             if isinstance(kind, kinds.NoneType):
+                continue
+            if isinstance(kind, kinds.StructType) and kind.cls is schema.MixtureConfig:
                 continue
             entry = kind.value_type if isinstance(kind, kinds.DictType) else kind
             assert isinstance(entry, kinds.StructType)

@@ -59,7 +59,7 @@ def train(
     `prompts` and `heldout` are lists, or what `[task] path` and `heldout_path` may name. `reward` is one function or
     several. A function is called in threads of this process with a deadline; a name, `"module:function"`, stands for a
     function in worker processes. `task` is the section `[task]`, for a gym or for agents, or a `headrace.Task`, or a
-    factory of one that is called with `seed` and `heldout`.
+    factory of one that is called with `seed` and `heldout`. Several tasks are `tasks={"math": {...}, "code": {...}}`.
 
     The other sections of the configuration are keywords: `engine={"slots": 8}`. `settings` holds the same with dots,
     `{"engine.slots": 8}`, and is applied last.
@@ -78,7 +78,8 @@ def train(
 
     chosen = _merged({"observe.display": display}, sections, settings or {})
     execute = partial(_follow, on_step=on_step)
-    raw = _merged(_model(model), _task(task, reward, reward_weights), chosen)
+    several = "tasks" in chosen and task is None and reward is None
+    raw = _merged(_model(model), {} if several else _task(task, reward, reward_weights), chosen)
     existing = resume if not isinstance(resume, bool) else None
     if existing is None:
         named = with_name(make_config(_merged(raw, _paths(prompts, heldout, Path()))), existing=resume is True)

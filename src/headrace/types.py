@@ -118,6 +118,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """The values that a scorer needs, such as the right answer or the task's own entry. JSON values only."""
     as_text: bool = False
     """Whether a dataset gave this prompt as text, from which `messages` were made."""
+    task: str = ""
+    """The name of the prompt's task if the run has several tasks. Then the id begins with this name and a slash."""
 
 
 class Kept(msgspec.Struct, kw_only=True):

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from headrace.config import DatasetTaskConfig, ScorerConfig, dump_config, load_config, make_config, with_settings
+from headrace.config import (
+    DatasetTaskConfig,
+    GymTaskConfig,
+    MixtureConfig,
+    ScorerConfig,
+    dump_config,
+    load_config,
+    make_config,
+    with_settings,
+)
 from headrace.errors import ConfigError
 from headrace.types import POLICY, TASK
 
@@ -83,11 +92,6 @@ def test_settings_reach_both_forms(tmp_path: Path) -> None:
             "[tasks]: [task] is given too, which is short for one of them; give one of the two",
         ),
         (
-            {"tasks": {"a": GYM, "b": GYM}},
-            [],
-            "[tasks]: several tasks in one run are not built yet; give one (there are a, b)",
-        ),
-        (
             {"policies": {"a": {"model": MODEL}, "b": {"model": MODEL}}},
             [],
             "[policies]: several policies in one run are not built yet; give one (there are a, b)",
@@ -137,7 +141,7 @@ def test_settings_reach_both_forms(tmp_path: Path) -> None:
             ["policies.reader.model.path=m"],
             "[policies.reader]: several policies in one run are not built yet, and this one has 'writer'",
         ),
-        ({}, ["tasks.b.size=1"], "[tasks.b]: several tasks in one run are not built yet, and this one has 'spelling'"),
+        ({}, ["tasks.b.size=1"], "[tasks.b]: there is no such task (the run has 'spelling')"),
         ({}, ["tasks.spelling=1"], "--set tasks.spelling: expected tasks.NAME.key=value"),
         ({}, ["scorers.exact=1"], "[scorers.exact]: expected `object`, got `int`"),
         ({"task_name": "x"}, [], "unknown section 'task_name' (did you mean 'task'?)"),
@@ -172,7 +176,7 @@ def test_mistakes_are_one_line(change: dict[str, Any], settings: list[str], expe
 def test_a_name_in_a_setting_does_not_rename_what_a_file_describes() -> None:
     with pytest.raises(ConfigError, match=r"^\[policies.writer\]: several policies .* this one has 'policy'$"):
         make_config(SHORT, ["policies.writer.training.learning_rate=0.5"])
-    with pytest.raises(ConfigError, match=r"^\[tasks.sorting\]: several tasks .* this one has 'task'$"):
+    with pytest.raises(ConfigError, match=r"^\[tasks.sorting\]: there is no such task .* 'task'\)$"):
         make_config(SHORT, ["tasks.sorting.size=5"])
 
 
@@ -187,3 +191,68 @@ def test_scorers_stand_in_for_a_reward(tmp_path: Path) -> None:
     }
     assert saved(config, tmp_path) == config
     assert with_settings(config, ["scorers.exact.weight=2.0"]).scorers["exact"].weight == 2.0
+
+
+TWO: dict[str, Any] = {
+    "model": MODEL,
+    "tasks": {"math": {**DATASET, "reward": "r.py:f", "weight": 2}, "code": GYM},
+}
+
+
+def test_several_tasks_have_sections_of_their_own(tmp_path: Path) -> None:
+    config = make_config(TWO, ["tasks.code.weight=3"], base=tmp_path)
+    assert isinstance(config.task, MixtureConfig)
+    assert {name: task.weight for name, task in config.tasks.items()} == {"tasks.math": 2.0, "tasks.code": 3.0}
+    math = config.task.tasks["math"]
+    assert isinstance(math, DatasetTaskConfig)
+    assert (math.path, math.reward) == (str(tmp_path / "p.jsonl"), f"{tmp_path / 'r.py'}:f")
+    assert saved(config, tmp_path) == config
+    assert set(tomllib.loads(dump_config(config))["tasks"]) == {"math", "code"}
+    assert with_settings(config, ["tasks.code.size=7"]).tasks["tasks.code"] == GymTaskConfig(
+        name="spell_backward", weight=3.0, size=7
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "expected"),
+    [
+        ({"weight": 0}, [], "[tasks.code] weight: expected `float` > 0.0"),
+        ({"weight": -1}, [], "[tasks.code] weight: expected `float` > 0.0"),
+        ({"weight": float("nan")}, [], "[tasks.code] weight: nan is not a finite number"),
+        ({"weight": float("inf")}, [], "[tasks.code] weight: inf is not a finite number"),
+        ({"weight": "2"}, [], "[tasks.code] weight: expected `float`, got `str`"),
+        ({"wieght": 2}, [], "[tasks.code] unknown key 'wieght' (did you mean 'weight'?)"),
+        (
+            {"kind": "mixture"},
+            [],
+            "[tasks.code] kind: invalid value 'mixture' (one of: dataset, gym, environment, agent)",
+        ),
+        ({}, ["tasks.cod.size=3"], "[tasks.cod]: there is no such task (there are math, code)"),
+        ({}, ["tasks.math.weight=0"], "[tasks.math] weight: expected `float` > 0.0"),
+        (
+            {},
+            ["task.size=3"],
+            "[task]: the run has several tasks; name one of them, [tasks.NAME] (there are math, code)",
+        ),
+        ({}, ["tasks.math.reward_weights=[1.0, 2.0]"], "[tasks.math] reward_weights: 2 for 1 reward functions"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_one_of_several_tasks_name_it(task: dict[str, Any], settings: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_config({**TWO, "tasks": {**TWO["tasks"], "code": {**GYM, **task}}}, settings)
+    assert str(caught.value) == expected
+
+
+def test_what_several_tasks_cannot_be() -> None:
+    math = TWO["tasks"]["math"]
+    agent = {"kind": "agent", "path": "p.jsonl"}
+    with pytest.raises(ConfigError, match=r"^\[tasks.a\] kind: agents cannot be mixed with other tasks; give a run of"):
+        make_config({**TWO, "tasks": {"math": math, "a": agent}})
+    with pytest.raises(ConfigError, match=r"^\[tasks.score\]: 'score' is what other curves begin with; choose another"):
+        make_config({**TWO, "tasks": {"math": math, "score": GYM}})
+    with pytest.raises(ConfigError, match=r"^\[tasks\]: \[task\] is given too, which is short for one of them"):
+        make_config({**TWO, "task": GYM})
+    with pytest.raises(
+        ConfigError, match=r"^\[task\] kind: several tasks are given by a section each, \[tasks.NAME\]$"
+    ):
+        make_config({"model": MODEL, "task": {"kind": "mixture", "tasks": TWO["tasks"]}})

@@ -72,6 +72,7 @@ ARROWS = {
         "rollouts",
         "scoring.base",
         "tasks.base",
+        "tasks.mixture",
         "tasks.source",
         "training.base",
         "training.remote",

@@ -35,6 +35,11 @@ from headrace.types import Group, Prompt, Rollout, republished_among, without_re
 Record = TypeVar("Record", bound=msgspec.Struct)
 
 PROMPT = "(SELECT prompt FROM groups WHERE groups.id = rollouts.group_id)"
+TASK = """
+    (SELECT substr(prompt, 1, instr(prompt, '/') - 1) FROM groups
+    WHERE groups.id = rollouts.group_id AND EXISTS (SELECT 1 FROM meta WHERE key = 'tasks'))
+"""
+"""The SQL expression for the name of a rollout's task, with which the prompt's id begins if the run has several."""
 TRAINED_AS = "(SELECT version FROM steps WHERE steps.step = rollouts.step)"
 ASKED = "policy = COALESCE(?, policy)"
 """The SQL condition for rows of one policy, or of all policies if the parameter is NULL."""
@@ -242,16 +247,21 @@ class JournalReader:
     # ---- rollouts
 
     def count_rollouts(self, where: str = "TRUE") -> int:
-        """Return how many rollouts meet an SQL condition, which may also use `prompt`, the id of the prompt."""
+        """Return how many rollouts meet an SQL condition, which may also use `task`, and `prompt`, a prompt's id."""
         with self._condition(where):
             # The line break after the condition also ends an SQL comment in it.
-            return self._count(f"SELECT COUNT(*) FROM (SELECT id, {PROMPT} AS prompt FROM rollouts WHERE ({where}\n))")
+            rows = f"SELECT id, {PROMPT} AS prompt, {TASK} AS task FROM rollouts WHERE ({where}\n)"
+            return self._count(f"SELECT COUNT(*) FROM ({rows})")
 
     def rollout_records(
         self, where: str = "TRUE", *parameters: Any, limit: int | None = None, kept: bool = False
     ) -> Iterator[RolloutRecord]:
         """Yield the rollouts that meet an SQL condition, by group. With `kept`, only those with kept tokens."""
-        given = {"prompt": f"{PROMPT} AS prompt", "trained_as": f"{TRAINED_AS} AS trained_as"}
+        given = {
+            "prompt": f"{PROMPT} AS prompt",
+            "task": f"{TASK} AS task",
+            "trained_as": f"{TRAINED_AS} AS trained_as",
+        }
         columns = ", ".join(given.get(name, f"rollouts.{name}") for name in RolloutRecord.__struct_fields__)
         sql = f"SELECT {columns}, {sound(self._db, 'rollouts')} AS sound FROM rollouts WHERE ({where}\n)"
         sql += f"{' AND segment IS NOT NULL' if kept else ''} {IN_ORDER}{'' if limit is None else f' LIMIT {limit}'}"

@@ -57,8 +57,8 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True):
     groups: Counts
     """The counts of the ledger, without the groups in `unfinished`."""
     rollouts: Counts
-    drawn: int = 0
-    """The position in the order of prompts."""
+    drawn: int | dict[str, int] = 0
+    """The position in the order of prompts. With several tasks it has several numbers, by name."""
     temperature: float | None = None
     """The sampling temperature of tokens that were recorded without one."""
     outcomes: list[tuple[int, str, int, int]] = []
@@ -101,15 +101,19 @@ def recover(store: Store, step: int, now: float, publish_every: int, *, policy: 
         unseen_tokens=_unseen_tokens(store),
         groups=_without_flight(count_ledger(store.db, "groups", policy)),
         rollouts=_without_flight(count_ledger(store.db, "rollouts", policy)),
-        drawn=_scalar(
-            store, "SELECT COALESCE((SELECT value FROM meta WHERE key = 'drawn'), MAX(id) + 1, 0) FROM groups"
-        ),
+        drawn=_drawn(store),
         temperature=store.db.execute("SELECT MAX(CAST(value AS REAL)) FROM meta WHERE key = 'temperature'").fetchone()[
             0
         ],
         outcomes=_outcomes(store, policy) if outcomes else [],
         damage=damage + [_describe_damage(store, segment, groups) for segment, groups in sorted(lost.items())],
     )
+
+
+def _drawn(store: Store) -> int | dict[str, int]:
+    """See `Recovered.drawn`. If the position is lost, it is taken to be the number of groups."""
+    sql = "SELECT COALESCE((SELECT value FROM meta WHERE key = 'drawn'), MAX(id) + 1, 0) FROM groups"
+    return msgspec.json.decode(str(store.db.execute(sql).fetchone()[0]), type=int | dict[str, int])
 
 
 def _outcomes(store: Store, policy: str) -> list[tuple[int, str, int, int]]:

@@ -37,7 +37,7 @@ CREATE TABLE IF NOT EXISTS deliveries (     -- one engine's proof of one version
 
 CREATE TABLE IF NOT EXISTS groups (         -- the ledger of group attempts
     id INTEGER PRIMARY KEY,
-    prompt TEXT NOT NULL,
+    prompt TEXT NOT NULL,                   -- with several tasks (meta 'tasks'): <name of the task>/<id>
     version INTEGER NOT NULL,               -- proved on the engines at admission
     state TEXT NOT NULL CHECK (state IN ('in_flight', 'trained', 'dropped', 'failed')),
     reason TEXT NOT NULL DEFAULT '',
@@ -101,7 +101,8 @@ CREATE TABLE IF NOT EXISTS evaluations (    -- held-out prompts; they never ente
     started REAL NOT NULL,
     ended REAL NOT NULL,
     policy TEXT NOT NULL DEFAULT 'policy',
-    versions TEXT NOT NULL DEFAULT '{}'     -- JSON: {"version": sampled tokens}, with one entry
+    versions TEXT NOT NULL DEFAULT '{}',    -- JSON: {"version": sampled tokens}, with one entry
+    tasks TEXT NOT NULL DEFAULT '{}'        -- JSON: {"task": {"pass_1": ..., ...}} if the run has several tasks
 );
 
 CREATE TABLE IF NOT EXISTS samples (        -- a few held-out answers to read, per evaluation

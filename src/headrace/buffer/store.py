@@ -29,8 +29,8 @@ SCHEMA = 3
 OLD_SCHEMA = 2
 """The previous schema, without policies, and with a single trace per rollout in `partials`."""
 WITH_POLICY = ("versions", "deliveries", "groups", "steps", "evaluations", "samples", "schedule")
-NO_VERSIONS = "TEXT NOT NULL DEFAULT '{}'"
-"""The column `versions` of evaluations that older releases recorded."""
+LATER_COLUMNS = ("versions", "tasks")
+"""The columns of evaluations that older releases did not record. Each holds a JSON object, by default an empty one."""
 NEW_KEYS = ("versions", "steps", "partials")
 """The tables that have another primary key in the old schema. The migration creates them anew."""
 LOCK_SECONDS = 10.0
@@ -107,17 +107,17 @@ def prepare_for_writing(db: sqlite3.Connection) -> None:
         db.executescript(f"BEGIN; {_ddl()}; INSERT INTO meta (key, value) VALUES ('schema', '{SCHEMA}'); COMMIT;")
     elif _schema(db) == OLD_SCHEMA:
         _migrate(db)
-    if _lacks_versions(db):
-        db.execute(f"ALTER TABLE evaluations ADD COLUMN versions {NO_VERSIONS}")
+    for column in _missing_columns(db):
+        db.execute(f"ALTER TABLE evaluations ADD COLUMN {column} TEXT NOT NULL DEFAULT '{{}}'")
     checksums.keep(db)
 
 
 def as_current(db: sqlite3.Connection) -> None:
     """Let a read-only connection see the old schema as the present one, through temporary views of its own."""
     old = bool(_tables(db)) and _schema(db) == OLD_SCHEMA
-    versions = ", '{}' AS versions" if _lacks_versions(db) else ""
-    for table in WITH_POLICY if old else ("evaluations",) if versions else ():
-        added = (f", '{POLICY}' AS policy" if old else "") + (versions if table == "evaluations" else "")
+    later = "".join(f", '{{}}' AS {column}" for column in _missing_columns(db))
+    for table in WITH_POLICY if old else ("evaluations",) if later else ():
+        added = (f", '{POLICY}' AS policy" if old else "") + (later if table == "evaluations" else "")
         db.execute(f"CREATE TEMP VIEW {table} AS SELECT rowid AS rowid, *{added} FROM main.{table}")
     if not old:
         return
@@ -173,9 +173,9 @@ def _schema(db: sqlite3.Connection) -> int | None:
     return None if row is None else msgspec.json.decode(row[0])
 
 
-def _lacks_versions(db: sqlite3.Connection) -> bool:
+def _missing_columns(db: sqlite3.Connection) -> list[str]:
     columns = [name for _, name, *_ in db.execute("PRAGMA table_info(evaluations)")]
-    return bool(columns) and "versions" not in columns
+    return [column for column in LATER_COLUMNS if columns and column not in columns]
 
 
 def _ddl() -> str:

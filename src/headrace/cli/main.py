@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from headrace.config.model_dir import ModelFacts
     from headrace.engines.base import Delta, Request
     from headrace.pipeline.launch import RunSession
+    from headrace.pipeline.trial import Tried
     from headrace.tasks.chat import ChatFormat
 
 BENCHES: dict[str, type[Bench]] = {
@@ -180,6 +181,7 @@ def check(
         "heldout_prompts": tried.heldout_prompts,
         "prompt": tried.prompt,
         "prompt_tokens": tried.prompt_tokens,
+        **({"tasks": _tried_tasks(loaded, tried.tasks)} if tried.tasks else {}),
         "dtypes": dtypes(loaded),
         **estimate(loaded, facts),
         "placement": placed(facts),
@@ -192,6 +194,21 @@ def check(
         typer.echo(dump_config(loaded))
     for line in _check_lines(found):
         typer.echo(line)
+
+
+def _tried_tasks(config: Config, tried: Mapping[str, Tried]) -> dict[str, dict[str, Any]]:
+    """Return what the trial found for each of several tasks, with the task's share of the prompts."""
+    weights = {name: config.tasks[f"tasks.{name}"].weight for name in tried}
+    return {
+        name: {
+            "share": weights[name] / sum(weights.values()),
+            "train_prompts": task.train_prompts,
+            "heldout_prompts": task.heldout_prompts,
+            "prompt": task.prompt,
+            "prompt_tokens": task.prompt_tokens,
+        }
+        for name, task in tried.items()
+    }
 
 
 def _placed(config: Config) -> tuple[Config, Callable[[ModelFacts], list[str]]]:
@@ -239,11 +256,15 @@ def _check_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _prompt_lines(found: dict[str, Any]) -> list[str]:
-    """Return the first prompt as the policy sees it, on one line. The prompts of agents are not known."""
-    if not found["prompt"]:
-        return []
-    text = json.dumps(found["prompt"], ensure_ascii=False)
-    return [f"prompt      {one_line(text, 300)} ({found['prompt_tokens']} tokens, the first one)"]
+    """Return the first prompt of each task as the policy sees it, on one line. The prompts of agents are not known."""
+    lines = []
+    for name, task in found.get("tasks", {}).items():
+        counts = f"{task['train_prompts']} to train on, {task['heldout_prompts']} held out"
+        lines += [f"task        {name}: {task['share']:.1%} of the prompts; {counts}", *_prompt_lines(task)]
+    if found["prompt"]:
+        text = json.dumps(found["prompt"], ensure_ascii=False)
+        lines.append(f"prompt      {one_line(text, 300)} ({found['prompt_tokens']} tokens, the first one)")
+    return lines
 
 
 _INT32 = 2**31 - 1

@@ -10,4 +10,6 @@ from headrace.config.schema import DatasetTaskConfig as DatasetTaskConfig
 from headrace.config.schema import EngineConfig as EngineConfig
 from headrace.config.schema import EnvironmentTaskConfig as EnvironmentTaskConfig
 from headrace.config.schema import GymTaskConfig as GymTaskConfig
+from headrace.config.schema import MixtureConfig as MixtureConfig
 from headrace.config.schema import ScorerConfig as ScorerConfig
+from headrace.config.schema import TaskConfig as TaskConfig

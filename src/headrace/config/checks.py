@@ -6,7 +6,8 @@ checked or started. So a run directory can be examined on a machine that does no
 """
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from headrace.config.declared import (
     LossFacts,
@@ -31,7 +32,7 @@ from headrace.config.schema import (
     is_reference,
     names_of,
 )
-from headrace.errors import ConfigError, one_line
+from headrace.errors import ConfigError, UserError, one_line
 
 REFERENCES = "or module:attribute, or file.py:attribute"
 
@@ -60,8 +61,10 @@ def check_together(config: Config) -> None:
         _check_lora(config.lora)
     _check_bind("delivery", config.delivery.bind)
     _check_bind("gateway", config.gateway.bind)
-    if isinstance(config.task, DatasetTaskConfig):
-        _check_rewards(config.task, config.scorers)
+    for section, task in config.tasks.items():
+        if isinstance(task, DatasetTaskConfig):
+            with in_section(section):
+                _check_rewards(task, config.scorers)
     if isinstance(config.task, AgentTaskConfig) and config.task.agent is not None and config.task.command:
         raise ConfigError("[task] command: give an agent or a command, not both")
     if isinstance(config.task, AgentTaskConfig) and config.rollouts.truncates:
@@ -69,13 +72,21 @@ def check_together(config: Config) -> None:
     _check_ranks(config)
     if not is_reference(config.delivery.transport):
         check_transport(config)
-    whole_file = (
-        config.evaluate.prompts is None
-        and isinstance(config.task, PromptsSection)
-        and bool(config.task.heldout_path or config.task.heldout_split)
+    whole_file = config.evaluate.prompts is None and any(
+        isinstance(task, PromptsSection) and bool(task.heldout_path or task.heldout_split)
+        for task in config.tasks.values()
     )
     if config.evaluate.every and not (config.evaluate.prompts or whole_file):
         raise ConfigError("[evaluate] every: needs prompts > 0")
+
+
+@contextmanager
+def in_section(section: str) -> Iterator[None]:
+    """Let the lines of mistakes in a task name its own section, such as `tasks.NAME`, where they say `[task]`."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(str(error).replace("[task]", f"[{section}]")) from error
 
 
 def _check_run_name(name: str) -> None:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace.config.schema import AgentTaskConfig, Config, DatasetTaskConfig, ModelConfig
+from headrace.config.schema import AgentTaskConfig, Config, DatasetTaskConfig, MixtureConfig, ModelConfig, TaskConfig
 from headrace.errors import ConfigError, DataError, ModelError, UserError, one_line
 
 DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
@@ -130,16 +130,27 @@ def pinned(config: Config) -> Pinned:
         found = find_model(algorithm.teacher, key=key)
         teacher = HubName(name.id, commit(name, found, key))
         algorithm = msgspec.structs.replace(algorithm, teacher=str(teacher))
-    if isinstance(task, DatasetTaskConfig | AgentTaskConfig):
+
+    def pinned_task(section: str, task: TaskConfig) -> TaskConfig:
+        if not isinstance(task, DatasetTaskConfig | AgentTaskConfig):
+            return task
         if (name := parse_name(task.path, task.revision)) is not None:
-            found = fetched_dataset(name, "[task] path")
-            task = msgspec.structs.replace(task, path=name.id, revision=commit(name, found, "[task] path"))
+            key = f"[{section}] path"
+            found = fetched_dataset(name, key)
+            task = msgspec.structs.replace(task, path=name.id, revision=commit(name, found, key))
         elif task.revision:
-            raise ConfigError(f"[task] revision: is for names on the hub, and {task.path} is a file (leave it out)")
+            why = f"is for names on the hub, and {task.path} is a file (leave it out)"
+            raise ConfigError(f"[{section}] revision: {why}")
         if task.heldout_path and (name := parse_name(task.heldout_path)) is not None:
-            found = fetched_dataset(name, "[task] heldout_path")
-            heldout = HubName(name.id, commit(name, found, "[task] heldout_path"))
+            key = f"[{section}] heldout_path"
+            heldout = HubName(name.id, commit(name, fetched_dataset(name, key), key))
             task = msgspec.structs.replace(task, heldout_path=str(heldout))
+        return task
+
+    if isinstance(task, MixtureConfig):
+        task = MixtureConfig(tasks={name: pinned_task(f"tasks.{name}", each) for name, each in task.tasks.items()})
+    else:
+        task = pinned_task("task", task)
     return Pinned(msgspec.structs.replace(config, model=model, algorithm=algorithm, task=task), names)
 
 

@@ -4,7 +4,8 @@ A user's mistake becomes one line that names `[section] key`.
 
 `[task]` is short for `[tasks.task]`. `[model]`, `[training]` and the other sections of a policy are short for
 `[policies.policy.model]` and so on. All other modules see only the short form, with the name of the task and the name
-of the policy beside it. A run has one task and one policy so far, so a second one is refused here, in one line.
+of the policy beside it. Several tasks, `[tasks.NAME]` each, are a `MixtureConfig` there. A run has one policy so far,
+so a second one is refused here, in one line.
 """
 
 from __future__ import annotations
@@ -22,10 +23,19 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from headrace.config.checks import REFERENCES, check_together
+from headrace.config.checks import REFERENCES, check_together, in_section
 from headrace.config.other_names import key_for
 from headrace.config.paths import make_absolute
-from headrace.config.schema import Config, ScorerConfig, Section, is_reference, names_of
+from headrace.config.schema import (
+    AgentTaskConfig,
+    Config,
+    MixtureConfig,
+    ScorerConfig,
+    Section,
+    TaskConfig,
+    is_reference,
+    names_of,
+)
 from headrace.errors import ConfigError, one_line
 from headrace.types import POLICY, TASK
 
@@ -33,6 +43,8 @@ NAMES = ("task_name", "policy_name")
 """The fields of `Config` that are not sections."""
 POLICY_SECTIONS = ("model", "engine", "buffer", "algorithm", "training", "lora", "warm_start", "delivery")
 """The sections of a policy, for `[policies.NAME]`."""
+NOT_TASKS = ("score", "extra")
+"""Names that no task has if there are several. The curves of a task begin with its name, and others with these."""
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _SECTION = re.compile(r"\[(\w+)\]")
 _WHERE = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>[^`]*)`)?$", re.DOTALL)
@@ -76,8 +88,15 @@ def _checked(given: _ShortForm) -> Config:
         if name in data:
             raise ConfigError(_explain(f"Object contains unknown field `{name}`"))
     for section, values in data.items():
-        if section != "scorers":
+        if section not in ("scorers", "tasks"):
             _check_finite(section, values)
+    if tasks := data.get("tasks"):
+        for name, task in tasks.items():
+            _check_task(name, task)
+        data = {**data, "task": {"kind": MixtureConfig.__struct_config__.tag, "tasks": tasks}}
+        del data["tasks"]
+    elif isinstance(task := data.get("task"), Mapping) and task.get("kind") == MixtureConfig.__struct_config__.tag:
+        raise ConfigError("[task] kind: several tasks are given by a section each, [tasks.NAME]")
     for name, scorer in data.get("scorers", {}).items():
         _check_scorer(name, scorer)
     names = {"task_name": given.task or TASK, "policy_name": given.policy or POLICY}
@@ -104,7 +123,9 @@ def _written(config: Config) -> dict[str, Any]:
     if not config.scorers:
         del sections["scorers"]
     written: dict[str, Any] = _without_none(sections)
-    if config.task_name != TASK:
+    if isinstance(config.task, MixtureConfig):
+        written["tasks"] = written.pop("task")["tasks"]
+    elif config.task_name != TASK:
         written["tasks"] = {config.task_name: written.pop("task")}
     if config.policy_name != POLICY:
         sections = {key: written.pop(key) for key in POLICY_SECTIONS if key in written}
@@ -155,6 +176,21 @@ def _check_finite(section: str, value: Any, *keys: str) -> None:
         _check_finite(section, each, *keys, str(key))
 
 
+def _check_task(name: str, given: Any) -> None:
+    """Check one of several tasks by itself, because msgspec does not name the entry of a table in its messages."""
+    place = f"tasks.{name}"
+    if name in NOT_TASKS:
+        raise ConfigError(f"[{place}]: {name!r} is what other curves begin with; choose another name")
+    _check_finite(place, given)
+    with in_section(place):
+        try:
+            task = msgspec.convert(given, TaskConfig, strict=True)
+        except msgspec.ValidationError as error:
+            raise ConfigError(_explain(str(error), "task")) from error
+        if isinstance(task, AgentTaskConfig):
+            raise ConfigError("[task] kind: agents cannot be mixed with other tasks; give a run of agents one task")
+
+
 def _check_scorer(name: str, given: Any) -> None:
     """Check one scorer by itself, because msgspec does not name the entry of a table in its messages."""
     _check_name("scorers", name)
@@ -190,8 +226,13 @@ class _ShortForm:
         if (tasks := data.pop("tasks", None)) is not None:
             if "task" in data:
                 raise ConfigError("[tasks]: [task] is given too, which is short for one of them; give one of the two")
-            self.task, data["task"] = _one("tasks", tasks)
-            self._places["task"] = f"tasks.{self.task}"
+            if len(_table("tasks", tasks)) > 1:
+                for name in tasks:
+                    _check_name("tasks", name)
+                data["tasks"] = tasks
+            else:
+                self.task, data["task"] = _one("tasks", tasks)
+                self._places["task"] = f"tasks.{self.task}"
         if (policies := data.pop("policies", None)) is not None:
             self.policy, policy = _one("policies", policies)
             if "model" not in data:
@@ -207,7 +248,10 @@ class _ShortForm:
         _table("scorers", data.get("scorers", {}))
 
     def path(self, parts: list[str]) -> list[str]:
-        """Translate the path of a `--set` to the short form. Raises `ConfigError` for a second task or policy."""
+        """Translate the path of a `--set` to the short form. Raises `ConfigError` for a further task or policy."""
+        if parts[0] == "task" and (tasks := self.data.get("tasks")):
+            known = ", ".join(tasks)
+            raise ConfigError(f"[task]: the run has several tasks; name one of them, [tasks.NAME] (there are {known})")
         if parts[0] not in ("tasks", "policies"):
             return parts
         table, name, *rest = parts
@@ -215,7 +259,13 @@ class _ShortForm:
             raise ConfigError(f"--set {table}.{name}: expected {table}.NAME.key=value")
         _check_name(table, name)
         if table == "tasks":
-            self.task = _only(table, name, self.task)
+            if tasks := self.data.get("tasks"):
+                if name not in tasks:
+                    raise ConfigError(f"[tasks.{name}]: there is no such task (there are {', '.join(tasks)})")
+                return parts
+            if self.task not in (None, name):
+                raise ConfigError(f"[tasks.{name}]: there is no such task (the run has {self.task!r})")
+            self.task = name
             self._places.setdefault("task", f"tasks.{name}")
             return ["task", *rest]
         self.policy = _only(table, name, self.policy)
@@ -318,13 +368,13 @@ def _kinds(section: str) -> list[type[Section]]:
     """Return the structs of a section: several for a task, otherwise one, even for an optional section or a table."""
     hint = typing.get_type_hints(Config).get(section)
     kinds = typing.get_args(hint) or (hint,)
-    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+    sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+    return [kind for kind in sections if kind is not MixtureConfig]
 
 
 def _allowed_values(parts: list[str]) -> list[str]:
     if parts == ["task", "kind"]:
-        union = typing.get_args(typing.get_type_hints(Config)["task"])
-        return [str(task.__struct_config__.tag) for task in union]
+        return [str(task.__struct_config__.tag) for task in typing.get_args(TaskConfig)]
     kinds = _kinds(parts[0]) if len(parts) > 1 else []
     if len(kinds) != 1:
         return []

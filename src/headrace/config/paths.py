@@ -24,7 +24,15 @@ _FILE_REFERENCE = re.compile(r"(?P<file>[^\n]*\.py):(?P<attribute>[A-Za-z_][\w.]
 
 def make_absolute(sections: Mapping[str, Any], base: Path) -> dict[str, Any]:
     """Return sections, in the short form, in which every path is absolute. `base` is what relative ones follow."""
-    return {section: _inside(values, (section,), base, sections) for section, values in sections.items()}
+    return {
+        section: _tasks(values, base) if section == "tasks" else _inside(values, (section,), base, sections)
+        for section, values in sections.items()
+    }
+
+
+def _tasks(tasks: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """Return several tasks, each as `[task]` would be."""
+    return {name: _inside(task, ("task",), base, {"task": task}) for name, task in tasks.items()}
 
 
 def _inside(value: Any, place: tuple[str, ...], base: Path, sections: Mapping[str, Any]) -> Any:

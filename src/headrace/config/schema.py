@@ -83,7 +83,7 @@ class TaskSection(Section, frozen=True, tag_field="kind"):
     """Keys that a task of any kind has."""
 
     weight: PositiveFloat = 1.0
-    """This task's share of the prompts, relative to the weights of the run's other tasks. A run has one task so far."""
+    """This task's share of the prompts, relative to the weights of the run's other tasks (`[tasks.NAME]`)."""
 
 
 class PromptsSection(TaskSection, frozen=True, kw_only=True):
@@ -182,6 +182,12 @@ class AgentTaskConfig(PromptsSection, frozen=True, kw_only=True, tag="agent"):
 
 
 TaskConfig = DatasetTaskConfig | GymTaskConfig | EnvironmentTaskConfig | AgentTaskConfig
+
+
+class MixtureConfig(Section, frozen=True, kw_only=True, tag_field="kind", tag="mixture"):
+    """Several tasks, by name. A file has a section `[tasks.NAME]` for each of them."""
+
+    tasks: dict[str, TaskConfig]
 
 
 class EngineRange(Section, frozen=True, kw_only=True):
@@ -672,10 +678,10 @@ class ObserveConfig(Section, frozen=True):
 
 
 class Config(Section, frozen=True):
-    """The configuration of a run in the short form: its one task, and the sections of its one policy."""
+    """The configuration of a run in the short form: its task or tasks, and the sections of its one policy."""
 
     model: ModelConfig
-    task: TaskConfig
+    task: TaskConfig | MixtureConfig
     task_name: str = TASK
     policy_name: str = POLICY
     run: RunConfig = RunConfig()
@@ -694,6 +700,13 @@ class Config(Section, frozen=True):
     pipeline: PipelineConfig = PipelineConfig()
     cluster: ClusterConfig = ClusterConfig()
     observe: ObserveConfig = ObserveConfig()
+
+    @property
+    def tasks(self) -> dict[str, TaskConfig]:
+        """The run's tasks by their sections: `task` if there is one task, otherwise `tasks.NAME` for each."""
+        if isinstance(self.task, MixtureConfig):
+            return {f"tasks.{name}": task for name, task in self.task.tasks.items()}
+        return {"task": self.task}
 
 
 def names_of(section: type[Struct], key: str) -> Names | None:

@@ -37,6 +37,23 @@ def of_answers(groups: Sequence[Group], logprobs: npt.NDArray[np.float32]) -> di
     }
 
 
+def of_tasks(groups: Sequence[Group]) -> dict[str, float | int | None]:
+    """Return the curves of each task whose answers a step trains, after its name; empty if the run has one task."""
+    curves: dict[str, float | int | None] = {}
+    for name in sorted({group.prompt.task for group in groups} - {""}):
+        own = [group for group in groups if group.prompt.task == name]
+        traces = [trace for group in own for rollout in group.usable for trace in rollout.traces]
+        logprobs = np.concatenate([np.zeros(0, np.float32), *(trace.logprobs[trace.trained] for trace in traces)])
+        found = {
+            "groups": len(own),
+            "reward": _mean(reward for group in own for reward in rewards_of(group)),
+            **of_answers(own, logprobs),
+        }
+        # The name of a task's own scorer begins with the name of the task, which is said once.
+        curves |= {f"{name}/{key.replace(f'score/{name}/', 'score/', 1)}": value for key, value in found.items()}
+    return curves
+
+
 def rewards_of(group: Group) -> list[float]:
     """Return the rewards of a group's answers, without those of failed ones."""
     return [rollout.reward for rollout in group.usable if rollout.reward is not None]

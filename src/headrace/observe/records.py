@@ -86,6 +86,9 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
     ended: float
     versions: str = "{}"
     """The sampled tokens by version, as JSON: `{"15": 636}`. There is one entry, for `version`."""
+    tasks: str = "{}"
+    """The figures of each task as JSON, by name, if the run has several: `{"math": {"prompts": 20, "pass_1": 0.5,
+    ...}}`."""
 
 
 class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +109,8 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     group_id: int
     prompt: str | None
     """The id of its group's prompt."""
+    task: str | None
+    """The name of the prompt's task if the run has several tasks."""
     state: str
     reason: str
     ending: str | None

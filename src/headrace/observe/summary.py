@@ -13,6 +13,7 @@ def describe(summary: dict[str, Any]) -> str:
     lines = [
         ("run", f"{summary['name'] or 'unnamed'} ({summary['outcome'] or 'no end recorded'})"),
         ("held-out", _change(summary["heldout_before"], summary["heldout_after"], "not evaluated")),
+        *_heldout_tasks(summary.get("evaluations", [])),
         ("reward", _change(summary["reward_first"], summary["reward_last"], "no step was trained")),
         ("training", _training_line(summary)),
         ("tokens", f"{compact(summary['tokens_generated'])} generated, {compact(summary['tokens_trained'])} trained"),
@@ -28,6 +29,19 @@ def describe(summary: dict[str, Any]) -> str:
     ]
     width = max(len(label) for label, _ in lines)
     return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
+
+
+def _heldout_tasks(evaluations: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return a line for each of several tasks: the held-out accuracy before and after training."""
+    found = [(e["moment"], e["tasks"]) for e in evaluations if "tasks" in e]
+    before: Mapping[str, Any] = next((tasks for moment, tasks in found if moment == "before"), {})
+    after: Mapping[str, Any] = next((tasks for moment, tasks in reversed(found) if moment == "after"), {})
+
+    def right(tasks: Mapping[str, Any], name: str) -> float | None:
+        return tasks[name]["pass_1"] if name in tasks else None
+
+    names = {**before, **after}
+    return [(f"  {name}", _change(right(before, name), right(after, name), "not evaluated")) for name in names]
 
 
 def lag_mean_and_max(tokens: Mapping[int, int]) -> tuple[float | None, int | None]:

@@ -23,7 +23,7 @@ from headrace.gateway.base import GATEWAY_DIED
 from headrace.pipeline.recording import Recorder
 from headrace.rollouts.base import TOO_LONG, AnyEpisode
 from headrace.rollouts.groups import cancel_group
-from headrace.tasks.source import PromptSource
+from headrace.tasks.source import Source
 from headrace.types import NO_VERSION, Group, Prompt, Trace
 
 FAILED_IN_A_ROW = 20
@@ -42,7 +42,7 @@ class Attempt(NamedTuple):
 class Attempts:
     """The groups between their admission and the time when they enter or leave the window."""
 
-    def __init__(self, source: PromptSource, window: Window, recorder: Recorder, filters: list[Filter]) -> None:
+    def __init__(self, source: Source, window: Window, recorder: Recorder, filters: list[Filter]) -> None:
         self._source = source
         self._window = window
         self._recorder = recorder

@@ -17,7 +17,7 @@ from headrace.config import Config
 from headrace.errors import ConfigError, HeadraceError
 from headrace.rollouts.base import ChatFormat
 from headrace.tasks.base import Task
-from headrace.tasks.source import PromptSource
+from headrace.tasks.mixture import make_source
 from headrace.types import Batch, Group, Int32Array, Prompt
 
 
@@ -95,7 +95,7 @@ def recorded_batches(config: Config, journal: Path, after: int, until: int) -> I
 
 def warm_start_batches(config: Config, task: Task, chat: ChatFormat, version: int) -> Iterator[Batch]:
     """Yield the batches of the supervised steps before the first version. The last of these steps has number 0."""
-    source = PromptSource(task.train, config.run.seed + 1)
+    source = make_source(task, config.run.seed + 1)
     for step in range(1 - config.warm_start.steps, 1):
         pairs = [_demonstration(task, chat, source.draw()) for _ in range(config.warm_start.batch)]
         yield assemble_demonstrations(pairs, step=step, version=version, policy=config.policy_name)

@@ -285,26 +285,40 @@ async def evaluate(
         for number in range(min(concurrency, len(prompts) * samples)):
             tasks.create_task(work(), name=f"evaluate {number}")
 
-    # An answer is right if its reward is at least 1.
-    right = [sum(_reward(rollouts[p, sample]) >= 1.0 for sample in range(samples)) for p in range(len(prompts))]
     traces = [trace.versions for rollout in rollouts.values() for trace in rollout.traces]
     versions = Counter(np.concatenate(traces).tolist())
     del versions[NO_VERSION]
+    answered = [[rollouts[p, sample] for sample in range(samples)] for p in range(len(prompts))]
+    of_tasks = {
+        name: {"prompts": len(own), **_figures(own)}
+        for name in sorted({prompt.task for prompt in prompts} - {""})
+        if (own := [each for prompt, each in zip(prompts, answered, strict=True) if prompt.task == name])
+    }
     evaluation = EvaluationRecord(
         version=version,
         moment=moment,
         prompts=len(prompts),
         samples=samples,
-        pass_1=sum(right) / len(rollouts),
-        pass_k=sum(count > 0 for count in right) / len(prompts),
-        reward_mean=math.fsum(_reward(rollout) for rollout in rollouts.values()) / len(rollouts),
-        tokens_mean=sum(rollout.trained_tokens for rollout in rollouts.values()) / len(rollouts),
+        **_figures(answered),
         started=started,
         ended=now(),
         versions=msgspec.json.encode(dict(sorted(versions.items()))).decode(),
+        tasks=msgspec.json.encode(of_tasks).decode(),
     )
     failed = sum(rollout.ending == "failed" for rollout in rollouts.values())
     return evaluation, [answers[p] for p in sorted(answers)], failed
+
+
+def _figures(answered: Sequence[Sequence[Rollout]]) -> dict[str, float]:
+    """Return the figures of the answers to each prompt. An answer is right if its reward is at least 1."""
+    right = [sum(_reward(rollout) >= 1.0 for rollout in answers) for answers in answered]
+    rollouts = [rollout for answers in answered for rollout in answers]
+    return {
+        "pass_1": sum(right) / len(rollouts),
+        "pass_k": sum(count > 0 for count in right) / len(answered),
+        "reward_mean": math.fsum(_reward(rollout) for rollout in rollouts) / len(rollouts),
+        "tokens_mean": sum(rollout.trained_tokens for rollout in rollouts) / len(rollouts),
+    }
 
 
 def _reward(rollout: Rollout) -> float:

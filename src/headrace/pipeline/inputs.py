@@ -8,6 +8,7 @@ transport or an engine, which only workers use and which may need torch, are fou
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from headrace.config import (
     DatasetTaskConfig,
     EnvironmentTaskConfig,
     GymTaskConfig,
+    MixtureConfig,
     ScorerConfig,
+    TaskConfig,
 )
-from headrace.config.checks import check_references, check_transport
+from headrace.config.checks import check_references, check_transport, in_section
 from headrace.config.declared import loss_facts, transport_facts
 from headrace.config.hub import fetched_dataset, model_dir, parse_name, teacher_dir
 from headrace.config.memory import longest_sequence
@@ -37,9 +40,10 @@ from headrace.scoring.functions import is_reward_function
 from headrace.scoring.rewards import WorkerScorer
 from headrace.tasks.base import Task
 from headrace.tasks.chat import ChatFormat
-from headrace.tasks.dataset import PromptFormat, Prompts, SingleTurnTask, check_disjoint, split_heldout
+from headrace.tasks.dataset import PromptFormat, Prompts, SingleTurnTask, check_contents, check_disjoint, split_heldout
 from headrace.tasks.gym import VERIFIER
 from headrace.tasks.gym import GymTask as Gym
+from headrace.tasks.mixture import Mixture
 from headrace.tasks.records import Table, read_dataset, read_file
 
 GIVEN = "given in Python:"
@@ -85,11 +89,7 @@ def check_inputs(config: Config, given: Given = NOTHING) -> tuple[ReadyTask, Cha
     chat = check_model(config)
     task = make_task(config, given)
     _check_template(chat, task)
-    weights = {name: scorer.weight for name, scorer in config.scorers.items()}
-    if isinstance(config.task, DatasetTaskConfig) and config.task.reward_weights:
-        weights |= zip(config.task.named_rewards, config.task.reward_weights, strict=True)
-    scoring = Stage(make_scorers(config, given), weights, timeout=config.scoring.timeout)
-    return ReadyTask(task, scoring), chat
+    return ReadyTask(task, make_stage(config, given)), chat
 
 
 def check_model(config: Config) -> ChatFormat:
@@ -116,8 +116,9 @@ def check_model(config: Config) -> ChatFormat:
 
 def _check_template(chat: ChatFormat, task: Task) -> None:
     """Raise `ModelError` if the prompts are messages and the model has no chat template."""
-    if not chat.has_template and len(task.train) and task.train[0].text is None:
-        chat.open([{"role": "user", "content": ""}])
+    for each in task.tasks.values() if isinstance(task, Mixture) else [task]:
+        if not chat.has_template and len(each.train) and each.train[0].text is None:
+            chat.open([{"role": "user", "content": ""}])
 
 
 def check_extensions(config: Config) -> None:
@@ -155,12 +156,25 @@ def named(key: str) -> Iterator[None]:
 
 
 def make_task(config: Config, given: Given = NOTHING) -> Task:
-    """Make the configured task."""
+    """Make the configured task, or the mixture of the configured tasks."""
+    if not isinstance(config.task, MixtureConfig):
+        return _make_task(config, config.task, given)
+    tasks: dict[str, Task] = {}
+    for name, each in config.task.tasks.items():
+        with in_section(f"tasks.{name}"):
+            tasks[name] = _make_task(config, each, NOTHING)
+    for own, other in permutations(tasks.values(), 2):
+        if isinstance(own.train, Prompts) and isinstance(other.heldout, Prompts):
+            check_contents(own.train, other.heldout)
+    return Mixture(tasks, {name: each.weight for name, each in config.task.tasks.items()})
+
+
+def _make_task(config: Config, task: TaskConfig, given: Given) -> Task:
     held = config.evaluate.prompts or 0
-    match config.task:
-        case DatasetTaskConfig() as task:
+    match task:
+        case DatasetTaskConfig():
             return SingleTurnTask(*_prompts(config, task), task.demonstration)
-        case GymTaskConfig() as task:
+        case GymTaskConfig():
             return Gym(
                 task.name,
                 config=task.config,
@@ -171,7 +185,7 @@ def make_task(config: Config, given: Given = NOTHING) -> Task:
                 suffix=task.suffix,
                 answer_pattern=task.answer_pattern,
             )
-        case EnvironmentTaskConfig() as task:
+        case EnvironmentTaskConfig():
             if given.factory is None:
                 refuse_given("[task] factory", task.factory)
             with named("[task] factory"):
@@ -179,7 +193,7 @@ def make_task(config: Config, given: Given = NOTHING) -> Task:
             arguments = {**task.config, "seed": config.run.seed, "heldout": held}
             made: Task = call_factory(f"[task] factory: {task.factory}", factory, **arguments)
             return made
-        case AgentTaskConfig() as task:
+        case AgentTaskConfig():
             agents = None
             if task.agent is not None or task.command:
                 setup = AgentSetup(function=task.agent, command=task.command or None)
@@ -197,26 +211,55 @@ def refuse_given(key: str, reference: str) -> None:
         )
 
 
-def make_scorers(config: Config, given: Given = NOTHING) -> dict[str, Scorer]:
-    """Make the scorers by name: the task's reward functions and those of `[scorers.NAME]`."""
+def make_stage(config: Config, given: Given = NOTHING) -> Stage:
+    """Make the stage of all scorers: the tasks' reward functions and those of `[scorers.NAME]`.
+
+    With several tasks, the name of a task's own scorer begins with the name of the task.
+    """
     scorers: dict[str, Scorer] = {}
-    match config.task:
-        case DatasetTaskConfig() as task:
+    weights, tasks = dict[str, float](), dict[str, str]()
+    if isinstance(config.task, MixtureConfig):
+        for name, task in config.task.tasks.items():
+            with in_section(f"tasks.{name}"):
+                made = _own_scorers(config, task, NOTHING, f"[tasks.{name}]")
+            own = {f"{name}/{scorer}": each for scorer, each in made.items()}
+            scorers |= own
+            weights |= {f"{name}/{scorer}": weight for scorer, weight in _own_weights(task).items()}
+            tasks |= dict.fromkeys(own, name)
+    else:
+        scorers, weights = _own_scorers(config, config.task, given), _own_weights(config.task)
+    for name, scorer in config.scorers.items():
+        if name in scorers or name in OWN_REWARDS:
+            raise ConfigError(f"[scorers.{name}]: {name!r} is the name of the task's own reward; choose another one")
+        scorers[name], weights[name] = _named_scorer(config, name, scorer), scorer.weight
+    return Stage(scorers, weights, tasks=tasks, timeout=config.scoring.timeout)
+
+
+def _own_scorers(config: Config, task: TaskConfig, given: Given, section: str = "") -> dict[str, Scorer]:
+    """Make the reward functions of a task. Their messages name its `section`, by default `[task]`."""
+    match task:
+        case DatasetTaskConfig():
+            scorers: dict[str, Scorer] = {}
             if strange := given.rewards.keys() - task.named_rewards.keys():
                 own = ", ".join(task.named_rewards) or "none"
                 raise ConfigError(f"[task] reward: {', '.join(sorted(strange))} is not a reward of this run ({own})")
             for name, reference in task.named_rewards.items():
                 if name not in given.rewards:
                     refuse_given("[task] reward", reference)
-                scorers[name] = given.rewards.get(name) or _in_workers(config, reference)
-        case GymTaskConfig() as gym:
-            arguments = {"name": gym.name, "config": gym.config, "answer_pattern": gym.answer_pattern}
-            scorers["verifier"] = _in_workers(config, VERIFIER, arguments)
-    for name, scorer in config.scorers.items():
-        if name in scorers or name in OWN_REWARDS:
-            raise ConfigError(f"[scorers.{name}]: {name!r} is the name of the task's own reward; choose another one")
-        scorers[name] = _named_scorer(config, name, scorer)
-    return scorers
+                scorers[name] = given.rewards.get(name) or _in_workers(
+                    config, reference, key=section and f"{section} reward"
+                )
+            return scorers
+        case GymTaskConfig():
+            arguments = {"name": task.name, "config": task.config, "answer_pattern": task.answer_pattern}
+            return {"verifier": _in_workers(config, VERIFIER, arguments, key=section)}
+    return {}
+
+
+def _own_weights(task: TaskConfig) -> dict[str, float]:
+    if not isinstance(task, DatasetTaskConfig) or not task.reward_weights:
+        return {}
+    return dict(zip(task.named_rewards, task.reward_weights, strict=True))
 
 
 def _named_scorer(config: Config, name: str, scorer: ScorerConfig) -> Scorer:

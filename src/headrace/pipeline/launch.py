@@ -38,7 +38,7 @@ from headrace.cluster.launchers.local import hosts_of, make_launcher
 from headrace.cluster.mps import Mps, sweep_daemons
 from headrace.cluster.placement import Host, Place, one_more
 from headrace.cluster.supervision import STOP_SECONDS, Fleet, SeveralHosts
-from headrace.config import AgentTaskConfig, Config, dump_config, load_config, with_settings
+from headrace.config import AgentTaskConfig, Config, MixtureConfig, dump_config, load_config, with_settings
 from headrace.config.hub import model_dir, pinned
 from headrace.config.memory import longest_sequence
 from headrace.config.model_dir import ModelFacts, model_facts
@@ -415,6 +415,8 @@ class RunSession:
         )
         parts.recorder.remember(known)
         journal.meta("name", config.run.name)
+        if isinstance(config.task, MixtureConfig):
+            journal.meta("tasks", list(config.task.tasks))
         if not self._tokenizer_known:
             journal.meta("tokenizer", self._chat.digest)
         if self._hub_names:

@@ -19,7 +19,7 @@ from headrace.pipeline.waits import Waits
 from headrace.rollouts.base import ChatFormat
 from headrace.scoring.base import Stage
 from headrace.tasks.base import Task
-from headrace.tasks.source import PromptSource
+from headrace.tasks.mixture import make_source
 from headrace.training.base import Checkpoint, TrainerHandle
 
 
@@ -93,7 +93,7 @@ class Parts:
                 )
             ),
         )
-        self.source = PromptSource(self.task.train, config.run.seed, curriculum=config.rollouts.curriculum)
+        self.source = make_source(self.task, config.run.seed, curriculum=config.rollouts.curriculum)
         self.source.position = before.drawn
         self.source.restore(before.outcomes)
         self.stopping = asyncio.Event()

@@ -25,7 +25,7 @@ from headrace.channel.heartbeats import Heartbeat
 from headrace.delivery.base import Manifest, Proof
 from headrace.errors import one_line
 from headrace.observe.advice import Advice, Advisor
-from headrace.observe.curves import Pace, of_answers
+from headrace.observe.curves import Pace, of_answers, of_tasks
 from headrace.observe.metrics import LengthDrift, MetricsLog, describe_end
 from headrace.observe.progress import ProcessActivity, Progress, RunSnapshot
 from headrace.observe.records import (
@@ -123,7 +123,7 @@ class Recorder:
 
     # ---- groups
 
-    def admitted(self, group: Group, rollout_ids: Sequence[str], drawn: int) -> None:
+    def admitted(self, group: Group, rollout_ids: Sequence[str], drawn: int | dict[str, int]) -> None:
         """Record that a group has taken its slot. `drawn` is the position of the prompt source."""
         self._pace.begin(time.monotonic())
         self._running[group.id] = (group, self.now())
@@ -202,7 +202,8 @@ class Recorder:
         lengths = [rollout.sampled_tokens for rollout in group.usable]
         self._drift.ended(self._lengths.pop(group.id, lengths), lengths if state == "trained" else [])
         described = describe_end(group, reason or state, version, self._window.republished)
-        return {**described, "seconds": self.now() - admitted}
+        task = {"task": group.prompt.task} if group.prompt.task else {}
+        return {**described, **task, "seconds": self.now() - admitted}
 
     def abandon(self, reason: str) -> None:
         """End all groups that are still under way: the run ends before they do."""
@@ -241,6 +242,7 @@ class Recorder:
         curves: dict[str, float | None] = {}
         if batch.objective == "policy":
             curves = {"lag_mean": lag_mean, "lag_max": lag_max, **of_answers(groups, batch.logprobs[batch.trained])}
+            curves |= of_tasks(groups)
             curves |= self._pace.step(time.monotonic(), batch.trained_tokens)
         curves |= report.metrics
         figures |= {
@@ -353,16 +355,19 @@ class Recorder:
         self.journal.evaluation(evaluation, self._window.policy)
         for answer in answers:
             self.journal.sample(answer, self._window.policy)
-        versions = msgspec.json.decode(evaluation.versions)
+        versions, tasks = msgspec.json.decode(evaluation.versions), msgspec.json.decode(evaluation.tasks)
+        of_tasks = {f"{name}/{key}": value for name, found in tasks.items() for key, value in found.items()}
         self._metrics.write(
-            "evaluation", version=version, moment=moment, pass_1=pass_1, pass_k=pass_k, versions=versions
+            "evaluation", version=version, moment=moment, pass_1=pass_1, pass_k=pass_k, versions=versions, **of_tasks
         )
         self.shown.heldout = pass_1
         when = "again, as the run goes on" if moment == "before" and self._resumed else f"{moment} training"
+        each = ", ".join(f"{name} {found['pass_1']:.3f}" for name, found in tasks.items())
         self.note(
             f"held-out {when}, version {version}: {pass_1:.3f} right of {evaluation.prompts} prompts"
             + (f", {pass_k:.3f} within {samples} tries" if samples > 1 else "")
             + (f", {failed} failed" if failed else "")
+            + (f" ({each})" if each else "")
         )
 
     def evaluation_skipped(self, version: int, moment: str, reason: str) -> None:

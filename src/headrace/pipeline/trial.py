@@ -11,7 +11,8 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headrace.config import AgentTaskConfig, Config, DatasetTaskConfig, EnvironmentTaskConfig
+from headrace.config import AgentTaskConfig, Config, DatasetTaskConfig, EnvironmentTaskConfig, TaskConfig
+from headrace.config.checks import in_section
 from headrace.config.file_digests import check_digests
 from headrace.config.hub import model_dir, teacher_dir
 from headrace.config.memory import longest_sequence
@@ -23,6 +24,7 @@ from headrace.scoring.base import ScoreError
 from headrace.scoring.functions import LIST_STYLE
 from headrace.scoring.rewards import RewardScorer
 from headrace.tasks.chat import ChatFormat
+from headrace.tasks.mixture import Mixture
 from headrace.types import Prompt
 
 MEASURED = 2000
@@ -44,23 +46,31 @@ class Tried:
     """The first prompt as the policy sees it; empty for agents, who write their messages themselves."""
     prompt_tokens: int = 0
     notes: list[str] = field(default_factory=list)
+    tasks: "dict[str, Tried]" = field(default_factory=dict)
+    """What was found for each task, by name, if there are several."""
 
 
 def try_inputs(config: Config, facts: ModelFacts) -> Tried:
-    """Check all input of a run, and try it on the first prompt. Raises `UserError` with one line."""
+    """Check all input of a run, and try each task on its first prompt. Raises `UserError` with one line."""
     check_models(config)
-    if isinstance(config.task, DatasetTaskConfig):
-        for reference in config.task.named_rewards.values():
-            refuse_given("[task] reward", reference)
-            with named("[task] reward"):
-                import_function(reference)
-    if isinstance(config.task, AgentTaskConfig) and config.task.agent is not None:
-        with named("[task] agent"):
-            import_function(config.task.agent)
+    for section, task in config.tasks.items():
+        with in_section(section):
+            _import_functions(task)
     ready, chat = check_inputs(config)
     if not len(ready.task.train):
         raise DataError("the task has no training prompts")
     return asyncio.run(_try(config, facts, ready, chat))
+
+
+def _import_functions(task: TaskConfig) -> None:
+    if isinstance(task, DatasetTaskConfig):
+        for reference in task.named_rewards.values():
+            refuse_given("[task] reward", reference)
+            with named("[task] reward"):
+                import_function(reference)
+    if isinstance(task, AgentTaskConfig) and task.agent is not None:
+        with named("[task] agent"):
+            import_function(task.agent)
 
 
 def check_models(config: Config) -> None:
@@ -71,21 +81,48 @@ def check_models(config: Config) -> None:
 
 
 async def _try(config: Config, facts: ModelFacts, ready: ReadyTask, chat: ChatFormat) -> Tried:
-    tried = Tried(len(ready.task.train), len(ready.task.heldout))
-    first = ready.task.train[0]
+    task, trials = ready.task, dict[str, Trial]()
+    parts = task.prompts if isinstance(task, Mixture) else {"": task.train}
+    for (section, given), (name, prompts) in zip(config.tasks.items(), parts.items(), strict=True):
+        heldout = sum(prompt.task == name for prompt in task.heldout) if name else len(task.heldout)
+        trials[name] = Trial(section, given, prompts, Tried(len(prompts), heldout))
     try:
-        if not isinstance(config.task, AgentTaskConfig):
-            opening = await _opening(ready, first)
-            tried.prompt, tried.prompt_tokens = _rendered(chat, first, opening)
-            _check_lengths(config, facts, ready.task.train, chat, tried)
-        if isinstance(config.task, DatasetTaskConfig):
-            for reference in config.task.named_rewards.values():
-                _check_fields(reference, config.task.path, ready.task.train, tried)
+        for trial in trials.values():
+            with in_section(trial.section):
+                await _try_prompts(config, facts, ready, chat, trial)
         await ready.scoring.start()
-        await _judge(config, ready, chat, first)
+        for trial in trials.values():
+            with in_section(trial.section):
+                await _judge(config, ready, chat, trial.prompts[0])
     finally:
         await ready.close()
-    return tried
+    found = {name: trial.tried for name, trial in trials.items()}
+    if not isinstance(task, Mixture):
+        return found[""]
+    notes = [note.replace("[task]", f"[{trial.section}]") for trial in trials.values() for note in trial.tried.notes]
+    return Tried(len(task.train), len(task.heldout), notes=notes, tasks=found)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The trial of one task."""
+
+    section: str
+    task: TaskConfig
+    prompts: Sequence[Prompt]
+    tried: Tried
+
+
+async def _try_prompts(config: Config, facts: ModelFacts, ready: ReadyTask, chat: ChatFormat, trial: Trial) -> None:
+    """Open the first prompt of a task, and compare the lengths and fields of its prompts with what is needed."""
+    task, prompts, tried = trial.task, trial.prompts, trial.tried
+    if not isinstance(task, AgentTaskConfig):
+        opening = await _opening(ready, prompts[0])
+        tried.prompt, tried.prompt_tokens = _rendered(chat, prompts[0], opening)
+        _check_lengths(config, facts, trial, chat)
+    if isinstance(task, DatasetTaskConfig):
+        for reference in task.named_rewards.values():
+            _check_fields(reference, task.path, prompts, tried)
 
 
 async def _opening(ready: ReadyTask, prompt: Prompt) -> Sequence[dict[str, str]]:
@@ -111,14 +148,13 @@ def _rendered(chat: ChatFormat, prompt: Prompt, messages: Sequence[dict[str, str
     return chat.decode(tokens, skip_special=False), len(tokens)
 
 
-def _check_lengths(
-    config: Config, facts: ModelFacts, prompts: Sequence[Prompt], chat: ChatFormat, tried: Tried
-) -> None:
+def _check_lengths(config: Config, facts: ModelFacts, trial: Trial, chat: ChatFormat) -> None:
     """Raise `DataError` if no prompt leaves room for an answer; note it if some do not."""
+    prompts, tried = trial.prompts, trial.tried
     longest = longest_sequence(config.engine.max_length, facts.max_positions)
     lengths = [tried.prompt_tokens]
-    if not isinstance(config.task, EnvironmentTaskConfig):
-        most = MEASURED if isinstance(config.task, DatasetTaskConfig) else MEASURED_GYM
+    if not isinstance(trial.task, EnvironmentTaskConfig):
+        most = MEASURED if isinstance(trial.task, DatasetTaskConfig) else MEASURED_GYM
         some = prompts if len(prompts) <= most else [prompts[i * len(prompts) // most] for i in range(most)]
         lengths = [_rendered(chat, prompt, prompt.messages or [])[1] for prompt in some]
     where = f"the longest sequence of {longest} tokens ([engine] max_length)"
@@ -157,7 +193,8 @@ async def _judge(config: Config, ready: ReadyTask, chat: ChatFormat, prompt: Pro
     answer = ready.task.demonstration(prompt)
     # Even an answer without a word has a token, its end.
     tokens = chat.encode(answer).tolist() if answer else list(chat.stop_token_ids[:1])
-    for name, scorer in ready.scoring.scorers.items():
+    for name in ready.scoring.judges(prompt):
+        scorer = ready.scoring.scorers[name]
         if not isinstance(scorer, RewardScorer):
             continue
         try:

@@ -26,7 +26,8 @@ COLUMNS = (
     "id", "group_id", "prompt", "state", "reason", "ending", "reward", "step", "tokens", "sampled_tokens",
     "oldest_version", "newest_version",
 )  # fmt: skip
-"""The columns of a rollout that is shown or exported. `prompt` is the prompt of its group."""
+"""The columns of a rollout that is shown or exported. `prompt` is the prompt of its group. If the run has several
+tasks, there is a column `task` too."""
 Row = dict[str, Any]
 Writer = Callable[[Path, Iterator[Row]], int]
 _LONGEST_TEXT = 100
@@ -34,7 +35,8 @@ _BATCH = 1000
 
 
 def _documented(record: RolloutRecord) -> Row:
-    return {column: getattr(record, column) for column in COLUMNS}
+    found = {column: getattr(record, column) for column in COLUMNS}
+    return found if record.task is None else {**found, "task": record.task}
 
 
 def load_chat(run_dir: Path) -> ChatFormat:
@@ -84,12 +86,33 @@ def table(entries: Iterable[Row]) -> list[str]:
     with_text = bool(entries) and "text" in entries[0]
     with_numbers = any(_numbers(entry) for entry in entries)
     numbers, texts = ["numbers"] if with_numbers else [], ["prompt", "text"] if with_text else []
-    lines = [["id", "step", "state", "ending", "reward", *numbers, "tokens", "versions", *texts]]
+    with_task = bool(entries) and "task" in entries[0]
+    lines = [
+        [
+            "id",
+            *(["task"] if with_task else []),
+            "step",
+            "state",
+            "ending",
+            "reward",
+            *numbers,
+            "tokens",
+            "versions",
+            *texts,
+        ]
+    ]
     for entry in entries:
         reason = f" ({entry['reason']})" if entry["reason"] else ""
         reward = None if entry["reward"] is None else f"{entry['reward']:.4g}"
         oldest, newest = entry["oldest_version"], entry["newest_version"]
-        cells = [entry["id"], entry["step"], entry["state"] + reason, entry["ending"], reward]
+        cells = [
+            entry["id"],
+            *([entry["task"]] if with_task else []),
+            entry["step"],
+            entry["state"] + reason,
+            entry["ending"],
+            reward,
+        ]
         cells += [*([_numbers(entry)] if with_numbers else []), entry["sampled_tokens"]]
         cells.append(oldest if oldest == newest else f"{oldest}-{newest}")
         lines.append(
@@ -179,7 +202,8 @@ def _write_parquet(path: Path, entries: Iterator[Row]) -> int:
     import pyarrow.parquet
 
     written, batch = 0, list(islice(entries, _BATCH))
-    schema = _parquet_schema(pyarrow, text=bool(batch) and "text" in batch[0])
+    further = [name for name in ("task", "prompt_text", "text") if batch and name in batch[0]]
+    schema = _parquet_schema(pyarrow, further)
     with pyarrow.parquet.ParquetWriter(path, schema) as file:
         while batch:
             for entry in batch:  # The names of the numbers differ from task to task, so they are one JSON text.
@@ -190,10 +214,13 @@ def _write_parquet(path: Path, entries: Iterator[Row]) -> int:
     return written
 
 
-def _parquet_schema(pa: Any, *, text: bool) -> Any:
-    """Return the schema. Types do not depend on the rows: a column that is all null keeps its type."""
+def _parquet_schema(pa: Any, further: Iterable[str]) -> Any:
+    """Return the schema. Types do not depend on the rows: a column that is all null keeps its type.
+
+    The `further` columns hold text.
+    """
     integers = ("group_id", "step", "tokens", "sampled_tokens", "oldest_version", "newest_version")
     kinds = {column: pa.int64() if column in integers else pa.string() for column in COLUMNS}
     kinds |= {"reward": pa.float64(), "trace": pa.int32(), "metrics": pa.string(), "token_ids": pa.list_(pa.int32())}
     kinds |= {"logprobs": pa.list_(pa.float32()), "versions": pa.list_(pa.int32()), "trained": pa.list_(pa.bool_())}
-    return pa.schema(kinds | ({"prompt_text": pa.string(), "text": pa.string()} if text else {}))
+    return pa.schema(kinds | dict.fromkeys(further, pa.string()))

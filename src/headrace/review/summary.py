@@ -26,6 +26,7 @@ from headrace.observe.records import (
     STRETCHES,
     DeliveryRecord,
     EndedGroup,
+    EvaluationRecord,
     SampleRecord,
     StepRecord,
 )
@@ -113,16 +114,22 @@ def summarize_journal(journal: JournalReader) -> dict[str, Any]:
         "versions": len(journal.versions()),
         "deliveries_proved": proved,
         "deliveries_rejected": len(deliveries) - proved,
-        "evaluations": [
-            {**msgspec.structs.asdict(evaluation), "versions": msgspec.json.decode(evaluation.versions)}
-            for evaluation in evaluations
-        ],
+        "evaluations": [_evaluation(evaluation) for evaluation in evaluations],
         "advice": sorted(
             (value for key, value in meta.items() if key.startswith(ADVICE)),
             key=lambda told: (told["step"], told["cause"]),
         ),
         "evaluations_skipped": [meta[key] for key in sorted(meta) if key.startswith(SKIPPED_EVALUATION)],
     }
+
+
+def _evaluation(evaluation: EvaluationRecord) -> dict[str, Any]:
+    """Return an evaluation with its JSON read. `tasks` is there only if the run has several tasks."""
+    found = msgspec.structs.asdict(evaluation)
+    found |= {key: msgspec.json.decode(found[key]) for key in ("versions", "tasks")}
+    if not found["tasks"]:
+        del found["tasks"]
+    return found
 
 
 def _rewards(steps: list[StepRecord]) -> dict[str, float | None]:
@@ -199,7 +206,9 @@ def values(run_dir: Path) -> dict[str, Any]:
             [
                 f"{e['moment']} training",
                 str(e["version"]),
-                number(e["pass_1"]),
+                ", ".join(
+                    [number(e["pass_1"]), *(f"{t} {number(f['pass_1'])}" for t, f in e.get("tasks", {}).items())]
+                ),
                 ", ".join(f"{thousands(tokens)} of {version}" for version, tokens in e["versions"].items()),
             ]
             for e in summary["evaluations"]
@@ -213,7 +222,7 @@ def values(run_dir: Path) -> dict[str, Any]:
             _of_steps(steps, axis, "Seconds per step", "seconds", "a"),
             _of_steps(steps, axis, "Learning rate", "learning_rate", "d"),
         ],
-        "curves": _curves([getattr(step, axis) for step in steps], figures, axis),
+        "curves": _curves([getattr(step, axis) for step in steps], figures, axis, meta.get("tasks") or []),
         "lag": charts.lag_chart(lag_tokens, None if bound is None else int(bound)),
         "lag_facts": _lag_facts(lag_tokens, summary),
         "groups": groups,
@@ -269,6 +278,10 @@ def _reward(steps: Sequence[StepRecord], axis: str) -> Drawing | None:
     return Drawing(chart, keys)
 
 
+def _of_tasks(evaluation: dict[str, Any]) -> list[str]:
+    return [f"{task} {number(found['pass_1'])}" for task, found in evaluation.get("tasks", {}).items()]
+
+
 def _heldout(evaluations: list[dict[str, Any]]) -> Drawing | None:
     if not evaluations:
         return None
@@ -281,6 +294,10 @@ def _heldout(evaluations: list[dict[str, Any]]) -> Drawing | None:
     for label, column, tone, _ in shown:
         points = sorted(charts.finite([(e["version"], e[column]) for e in evaluations]))
         lines.append(Series(label=f"{label}, version", points=points, tone=tone, dots=True))
+    for task, tone in zip(sorted({task for e in evaluations for task in e.get("tasks", {})}), "adefgh", strict=False):
+        points = sorted((e["version"], e["tasks"][task]["pass_1"]) for e in evaluations if task in e.get("tasks", {}))
+        lines.append(Series(label=f"{task}, version", points=points, tone=tone, dots=True))
+        shown.append((task, "", tone, f"{task}, pass@1"))
     chart = charts.line_chart(
         lines, name="Held-out accuracy", x_label="version", y_label="accuracy", y_range=(0.0, 1.02)
     )
@@ -299,6 +316,7 @@ def _of_steps(
 
 
 CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Reward of each task", ("reward",)),
     ("Scores", ("score/",)),
     ("Further numbers of the reward", ("extra/",)),
     ("Answer length in tokens", ("length_mean", "length_max")),
@@ -313,29 +331,43 @@ CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Tokens per second", ("tokens_per_second", "generated_per_second")),
 )
 """The charts of the report's curves: a title and the keys that it draws. A key with a slash stands for all that begin
-with it."""
+with it. If the run has several tasks, the keys of each task, which begin with its name, are drawn too."""
 SIGNED = ("score/", "extra/", "kl_k1", "ratio", "reference_kl", "teacher_kl")
 """The curves that may be negative, or whose change matters more than their distance from zero."""
 MOST_LINES = 8
 
 
-def _curves(xs: Sequence[float], figures: Sequence[dict[str, float | None]], axis: str) -> list[Titled]:
+def _curves(
+    xs: Sequence[float], figures: Sequence[dict[str, float | None]], axis: str, tasks: Sequence[str]
+) -> list[Titled]:
     """Draw the curves that the run has."""
-    present = sorted({key for step in figures for key in step})
+    prefixes = ("", *(f"{task}/" for task in tasks))
+    # The scores of a task's own reward function are among the curves of the task.
+    again = tuple(f"score/{task}/" for task in tasks)
+    present = sorted({key for step in figures for key in step if not key.startswith(again)})
     drawn: list[Titled] = []
     for title, wanted in CURVES:
-        keys = [key for want in wanted for key in present if (key.startswith(want) if "/" in want else key == want)]
+        wishes = [prefix + want for prefix in prefixes for want in wanted]
+        keys = [key for wish in wishes for key in present if (key.startswith(wish) if wish[-1] == "/" else key == wish)]
         lines = []
         for key, tone in zip(keys[:MOST_LINES], "abcdefgh", strict=False):
             points = charts.finite([(x, step.get(key)) for x, step in zip(xs, figures, strict=True)])
             if points:
-                lines.append(Series(label=f"{key.partition('/')[2] or key}, {axis}", points=points, tone=tone))
+                lines.append(Series(label=f"{_label(key, wanted)}, {axis}", points=points, tone=tone))
         if not lines:
             continue
         zero = not any(want in SIGNED for want in wanted)
         chart = charts.line_chart(lines, name=title, x_label=axis, width=400, height=210, from_zero=zero)
         drawn.append((title, Drawing(chart, [(line.tone, line.label.rpartition(",")[0]) for line in lines])))
     return drawn
+
+
+def _label(key: str, wanted: Sequence[str]) -> str:
+    """Return the name of a curve in its chart, without what the title says."""
+    for want in wanted:
+        if want.endswith("/"):
+            key = key.replace(want, "", 1)
+    return key
 
 
 def _lag_facts(tokens: dict[int, int], summary: dict[str, Any]) -> list[list[str]]:

@@ -165,14 +165,17 @@ class Stage:
         scorers: Mapping[str, Scorer] | None = None,
         weights: Mapping[str, float] | None = None,
         *,
+        tasks: Mapping[str, str] | None = None,
         timeout: float = 30.0,
     ) -> None:
         """A scorer has weight 1 unless a weight is given. The same holds for the reward of an environment or an agent.
 
-        `timeout` applies to scorers that keep no deadlines themselves.
+        `tasks` names, for some of the scorers, the only task whose rollouts they judge. `timeout` applies to scorers
+        that keep no deadlines themselves.
         """
         self.scorers = dict(scorers or {})
         self._weights = dict(weights or {})
+        self._tasks = dict(tasks or {})
         self._timeout = timeout
         self._listeners = {name: one for name, one in self.scorers.items() if type(one).span is not Scorer.span}
         self.listening = bool(self._listeners)
@@ -180,6 +183,10 @@ class Stage:
         self._told: dict[str, str] = {}
         """The rollouts whose spans were sent to scorers, by id. The value is the first error that a scorer raised about
         a span; empty if there was none."""
+
+    def judges(self, prompt: Prompt) -> list[str]:
+        """Return the names of the scorers that judge answers to this prompt."""
+        return [name for name in self.scorers if self._tasks.get(name, prompt.task) == prompt.task]
 
     async def start(self) -> None:
         """Start every scorer. Raises `ConfigError`. After an error, no scorer is left open."""
@@ -216,10 +223,10 @@ class Stage:
 
     async def score(self, ended: Ended) -> Rollout:
         """Return the rollout with its scores and reward, or as failed with the reason."""
-        rollout = ended.rollout
+        rollout, judges = ended.rollout, self.judges(ended.prompt)
         try:
-            scores = await self._scores(ended)
-            reward = self._reward([*rollout.scores, *scores])
+            scores = await self._scores(ended, judges)
+            reward = self._reward([*rollout.scores, *scores], judges)
         except ScoreError as error:
             return msgspec.structs.replace(rollout, ending="failed", reward=None, reason=str(error))
         return msgspec.structs.replace(
@@ -229,16 +236,14 @@ class Stage:
             metrics=_merged(rollout.metrics, scores),
         )
 
-    async def _scores(self, ended: Ended) -> list[Score]:
+    async def _scores(self, ended: Ended, judges: Sequence[str]) -> list[Score]:
         if problem := self._told.get(ended.rollout.id):
             self.forget(ended.rollout.id)
             raise ScoreError(problem)
         self._told.pop(ended.rollout.id, None)
-        if len(self.scorers) <= 1:
-            return [score for name in self.scorers for score in await self._ask(name, ended)]
-        asked = [
-            asyncio.create_task(self._ask(name, ended), name=f"{name}: {ended.rollout.id}") for name in self.scorers
-        ]
+        if len(judges) <= 1:
+            return [score for name in judges for score in await self._ask(name, ended)]
+        asked = [asyncio.create_task(self._ask(name, ended), name=f"{name}: {ended.rollout.id}") for name in judges]
         try:
             return [score for scores in await asyncio.gather(*asked) for score in scores]
         finally:
@@ -266,11 +271,11 @@ class Stage:
         with _foreign(name):
             return [_plain(name, scorer.version, score, ended.rollout) for score in given]
 
-    def _reward(self, scores: Sequence[Score]) -> float:
+    def _reward(self, scores: Sequence[Score], judges: Sequence[str]) -> float:
         parts = [self._weights.get(one.scorer, 1.0) * one.value for one in scores if one.level == "rollout"]
         if not parts:
-            if self.scorers:
-                raise ScoreError(f"no score of the whole rollout came from {', '.join(map(repr, self.scorers))}")
+            if judges:
+                raise ScoreError(f"no score of the whole rollout came from {', '.join(map(repr, judges))}")
             raise ScoreError("the environment ended the episode without a reward")
         # Neither `sum`, which adds in another way from Python 3.12 on, nor a start at 0.0, which would change -0.0.
         total = parts[0]

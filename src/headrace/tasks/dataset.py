@@ -170,13 +170,18 @@ def split_heldout(prompts: Prompts, count: int) -> tuple[Prompts, Prompts]:
     return prompts.select(np.setdiff1d(np.arange(len(prompts)), chosen)), prompts.select(chosen)
 
 
-def check_disjoint(train: Prompts, heldout: Prompts) -> None:
-    """Raise `DataError` if training and held-out prompts share an id or a prompt."""
+def check_contents(train: Prompts, heldout: Prompts) -> None:
+    """Raise `DataError` if a held-out prompt asks the same as a training prompt."""
     both = np.flatnonzero(np.isin(heldout.keys, train.keys))
     if len(both):
         seen = int(np.flatnonzero(train.keys == heldout.keys[both[0]])[0])
         where = f"{heldout.where(int(both[0]))}: this prompt is also trained on"
         raise DataError(f"{where} ({train.where(seen)})")
+
+
+def check_disjoint(train: Prompts, heldout: Prompts) -> None:
+    """Raise `DataError` if training and held-out prompts share an id or a prompt."""
+    check_contents(train, heldout)
     held = {heldout.id(position): position for position in range(len(heldout))}
     for position in range(0 if train.numbered else len(train)):
         if (seen_at := held.get(id := train.id(position))) is not None:

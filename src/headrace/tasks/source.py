@@ -8,6 +8,7 @@ curriculum depends on the outcomes of earlier attempts alone, so it can be rebui
 group attempts, whose ids are the same after a restart.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -67,20 +68,48 @@ class Curriculum:
         return prompt_id
 
 
-class PromptSource:
+Position = int | dict[str, int]
+"""The position of a source, which a journal can hold. A source of several tasks has a position in each of them."""
+
+
+class Source(ABC):
+    """A source that draws the prompts of a run."""
+
+    position: Position
+    """The position in the order. Set it to another source's position to continue from there."""
+
+    @abstractmethod
+    def leave_out(self, prompt_id: str) -> None:
+        """Draw this prompt no more, because it cannot be answered. Raises `DataError` if no prompt is left."""
+
+    @abstractmethod
+    def draw(self, at: int = 0) -> Prompt:
+        """Return the next prompt, for the group attempt `at`. Only a curriculum uses `at`."""
+
+    @abstractmethod
+    def outcome(self, at: int, prompt_id: str, rewards: Sequence[float]) -> None:
+        """Record the rewards of the answers to this prompt in the group attempt `at`."""
+
+    @abstractmethod
+    def restore(self, outcomes: Iterable[tuple[int, str, int, int]]) -> None:
+        """Take over earlier outcomes, oldest first: (group attempt, prompt id, right answers, number of answers)."""
+
+
+class PromptSource(Source):
     """A source that draws prompts, each epoch in a new order. With a curriculum, some are skipped or drawn again."""
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, *, curriculum: bool = False) -> None:
+    def __init__(self, prompts: Sequence[Prompt], seed: int, *, curriculum: bool = False, share: float = 1.0) -> None:
+        """`share` is the share of these prompts among all draws of the run. It says how long an epoch takes."""
         if not len(prompts):
             raise DataError("the task has no training prompts")
         self._prompts = prompts
         self._seed = seed
-        self.position = 0
+        self.position: int = 0
         """The position in the order, over all epochs. Set it to another source's position to continue from there."""
         self._epoch = -1
         self._left_out: set[str] = set()
         self._order: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        self._curriculum = Curriculum(len(prompts)) if curriculum else None
+        self._curriculum = Curriculum(round(len(prompts) / share)) if curriculum else None
         self._by_id = {prompt.id: prompt for prompt in prompts} if curriculum else {}
 
     def leave_out(self, prompt_id: str) -> None:

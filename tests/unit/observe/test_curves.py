@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
-from headrace.observe.curves import MOST_NAMES, Pace, of_answers
+from headrace.observe.curves import MOST_NAMES, Pace, of_answers, of_tasks
 from headrace.types import Ending, Group, Prompt, Rollout, Score, Trace
 
 
@@ -45,6 +46,26 @@ def test_the_answers_of_a_step() -> None:
         "score/right": 1.0,
         "extra/turns": 2.0,
     }
+
+
+def test_each_of_several_tasks_has_curves_of_its_own() -> None:
+    def of(task: str, value: float, tokens: int) -> Group:
+        scores = [Score(value=value, scorer=f"{task}/reward"), Score(value=2.0, scorer="judge")]
+        answer = msgspec.structs.replace(rollout(value, tokens), scores=scores)
+        answer.traces[0].logprobs[:] = -value
+        prompt = Prompt(id=f"{task}/0", text="?", task=task)
+        return Group(id=0, prompt=prompt, version=0, rollouts=[answer, rollout(None, 9, "failed")])
+
+    assert of_tasks([group(rollout(1.0, 3))]) == {}
+    found = of_tasks([of("math", 1.0, 2), of("math", 0.5, 2), of("code", 0.25, 6)])
+    assert {key for key in found if key.startswith("math/")} == {
+        f"math/{key[5:]}" for key in found if key[:5] == "code/"
+    }
+    assert len(found) == 2 * sum(key.startswith("math/") for key in found)
+    assert (found["math/groups"], found["code/groups"]) == (2, 1)
+    assert (found["math/reward"], found["code/reward"]) == (0.75, 0.25)
+    assert (found["math/score/reward"], found["math/score/judge"]) == (0.75, 2.0)
+    assert (found["code/length_mean"], found["code/sampled_entropy"], found["math/sampled_entropy"]) == (6, 0.25, 0.75)
 
 
 def test_a_step_without_answers_has_no_numbers() -> None:

@@ -208,3 +208,20 @@ async def test_all_scorers_are_started_and_closed() -> None:
     with pytest.raises(ValueError, match="no"):
         await stage.start()
     assert good.state == "started closed ", "an error leaves none of them open"
+
+
+def test_a_scorer_of_one_task_judges_only_its_answers() -> None:
+    scorers = {"math/reward": Says(lambda _: 1.0), "code/reward": Says(lambda _: 10.0), "judge": Says(lambda _: 100.0)}
+    stage = Stage(scorers, {"math/reward": 2.0}, tasks={"math/reward": "math", "code/reward": "code"})
+    given = ended()
+
+    def of(task: str, *scores: Score) -> Rollout:
+        prompt = Prompt(id=f"{task}/p", text="?", task=task)
+        return asyncio.run(stage.score(Ended(prompt, ended(*scores).rollout, given.turns)))
+
+    assert [of(task).reward for task in ("math", "code", "tool")] == [102.0, 110.0, 100.0]
+    assert [score.scorer for score in of("math").scores] == ["math/reward", "judge"]
+    alone = Stage({"math/reward": Says(lambda _: 1.0)}, tasks={"math/reward": "math"})
+    stage = alone
+    assert of("tool", Score(value=0.5, scorer="environment")).reward == 0.5
+    assert of("tool").reason == "the environment ended the episode without a reward"
