@@ -27,6 +27,7 @@ OWNERS = {
     "headrace/channel/hub.py:Hub.start": "`Hub.failed` raises its error, which ends the run.",
     "headrace/channel/vital.py:vital_thread": VITAL,
     "headrace/channel/worker_pool.py:WorkerPool._dismiss": "The next question to the pool raises its error.",
+    "headrace/channel/worker_pool.py:WorkerPool._renew": "The next question to the pool raises its error.",
     "headrace/channel/worker_pool.py:_Worker.__init__": "The worker's questions fail, and the worker is replaced.",
     "headrace/cluster/launchers/holder.py:Holder.__init__": FUTURES,
     "headrace/cluster/launchers/local.py:hosts_of": FUTURES,

@@ -3,8 +3,8 @@
 A worker receives one frame that says what it serves, greets, and then answers questions: one at a time, or several.
 When a question is given up, by its deadline or by its caller, its worker gets no new questions. Once the worker's other
 questions have ended, it is killed together with everything that it started, in whatever session. Workers that were
-killed or died are replaced when they are needed. So are workers that have answered many questions or have grown in
-memory. The other end is `worker_side`.
+killed or died, or have grown in memory, are replaced when they are needed. A worker that has answered many questions
+answers more until its successor is ready. The other end is `worker_side`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class WorkerPool:
         self._directory = Path.cwd()
         self._slots = [_Slot() for _ in range(workers)]
         self._running: set[_Worker] = set()
-        self._ending: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        """The tasks that end workers and start their successors."""
         self._ids = count(GREETING + 1)
         self._closed = False
 
@@ -108,7 +109,11 @@ class WorkerPool:
         slot = min(self._slots, key=lambda slot: (slot.questions, not slot.filled))
         slot.questions += 1
         try:
-            return await self._ask(await self._fill(slot), question, kind, timeout)
+            worker = await self._fill(slot)
+            answer = await self._ask(worker, question, kind, timeout)
+            if self._recycle is not None and worker.answered >= self._recycle:
+                self._renew(slot, worker)
+            return answer
         finally:
             slot.questions -= 1
 
@@ -117,8 +122,10 @@ class WorkerPool:
         self._closed = True
         for worker in list(self._running):
             self._dismiss(worker, CLOSE_SECONDS)
-        if self._ending:
-            await asyncio.wait(self._ending, timeout=4 * CLOSE_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(4 * CLOSE_SECONDS):
+                while self._tasks:
+                    await asyncio.wait(self._tasks)
 
     async def _ask(self, worker: _Worker, question: bytes, kind: type[T], timeout: float | None) -> T:
         id = next(self._ids)
@@ -127,7 +134,8 @@ class WorkerPool:
             async with asyncio.timeout(timeout):
                 answer = msgspec.json.decode(await worker.ask(id, question), type=kind)
             answered = True
-            if self._recycle is not None and worker.worn(self._recycle):
+            worker.answered += 1
+            if self._recycle is not None and worker.has_grown():
                 worker.able = False
             return answer
         except msgspec.DecodeError as error:
@@ -173,17 +181,40 @@ class WorkerPool:
                 self._dismiss(worker, 0.0)
         return worker
 
+    def _renew(self, slot: _Slot, worker: _Worker) -> None:
+        """Start the successor of a slot's worker, unless one is being started. The worker answers meanwhile."""
+        if slot.worker is worker and not slot.renewing:
+            slot.renewing = True
+            self._own(asyncio.create_task(self._succeed(slot, worker), name=f"successor of a {self._name}"))
+
+    async def _succeed(self, slot: _Slot, worker: _Worker) -> None:
+        """Put a fresh worker in the place of this one. If none can be started, the next question finds out why."""
+        successor = None
+        with contextlib.suppress(ConfigError, PoolClosed):
+            successor = await self._start()
+        async with slot.turn:
+            slot.renewing = False
+            if successor is not None and slot.worker is worker:
+                slot.worker = successor
+            elif successor is not None:  # The worker has died meanwhile, and was replaced.
+                self._dismiss(successor, 0.0)
+            worker.able = False
+            if not worker.busy:
+                self._dismiss(worker, CLOSE_SECONDS)
+
     def _dismiss(self, worker: _Worker, grace: float) -> None:
         """Start to end a worker. `close` waits until the worker has ended. Idempotent."""
         if worker in self._running:
             self._running.remove(worker)
-            ending = asyncio.create_task(worker.end(grace), name=f"end of a {self._name}")
-            self._ending.add(ending)
-            ending.add_done_callback(self._dismissed)
+            self._own(asyncio.create_task(worker.end(grace), name=f"end of a {self._name}"))
 
-    def _dismissed(self, ending: asyncio.Task[None]) -> None:
-        self._ending.discard(ending)
-        if not ending.cancelled() and (error := ending.exception()) is not None:
+    def _own(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = error  # The next question raises it.
 
 
@@ -195,6 +226,8 @@ class _Slot:
         self.questions = 0
         """The number of open questions in this slot, including those of an old worker that takes no new questions."""
         self.turn = asyncio.Lock()
+        self.renewing = False
+        """Whether a successor of the worker is being started."""
 
     @property
     def filled(self) -> bool:
@@ -209,7 +242,8 @@ class _Worker:
         """Whether this worker takes questions."""
         self._process = process
         self._mark = mark
-        self._answered = 0
+        self.answered = 0
+        """The number of answers, without the greeting."""
         self._memory = 0
         """The bytes that the worker held after its first answer."""
         self._looked = 0.0
@@ -239,15 +273,14 @@ class _Worker:
             raise WorkerDied(f"died ({await self._how_it_ended()})")
         return body
 
-    def worn(self, answers: int) -> bool:
-        """Count an answer. Return whether there were so many, or the worker has grown too much since its first one."""
-        self._answered += 1
+    def has_grown(self) -> bool:
+        """Return whether the worker has grown too much since its first answer. It looks ten times a second."""
         now = time.monotonic()
         if now - self._looked > LOOK_SECONDS:
             self._looked, memory = now, _memory(self._process.pid)
             self._memory = self._memory or memory
             self._grown = memory > self._memory + GROWTH_BYTES
-        return self._grown or self._answered >= answers
+        return self._grown
 
     def give_up(self, id: int) -> None:
         """Tell the worker that nobody waits for this answer any more. The worker then takes no new questions."""

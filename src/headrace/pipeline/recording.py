@@ -46,9 +46,9 @@ from headrace.types import STEP_SECONDS, Batch, Group, Rollout, Trace, Version, 
 REWARD_MEMORY = 0.9
 """The weight of the past in the moving mean of the reward that the display shows."""
 BUSY_MEMORY = 0.7
+"""The weight of the past in the moving mean of how busy a process is."""
 TOLD_AGAIN = (10, 100, 1000, 10_000)
 """The numbers of groups that failed for one reason at which the reason is told again."""
-"""The weight of the past in the moving mean of how busy a process is."""
 
 
 @dataclass(frozen=True)

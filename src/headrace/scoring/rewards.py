@@ -127,7 +127,7 @@ class WorkerScorer(RewardScorer):
 
         Output of the functions goes to `log`, or to this process's standard error. `key` is the key of the
         configuration that names the function, if it is not in `[task]`. After `recycle` judgements a worker is
-        replaced.
+        replaced, once its successor is ready.
         """
         key = key or ("[task] reward" if arguments is None else "")
         self._name = f"{key} {reference!r}" if key else "[task]"
