@@ -30,6 +30,7 @@ from headrace.types import Prompt
 pytestmark = pytest.mark.slow
 
 MODEL = ROOT / "examples/quickstart/model"
+NOWHERE = Path("nowhere.py")
 EXAMPLE = ROOT / "examples/agent/agent.toml"
 SMALL = (
     "run.versions=2", "run.name=run", "warm_start.steps=2", "warm_start.batch=8", "rollouts.group_size=2",
@@ -155,7 +156,7 @@ def test_agents_from_outside_train_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "line"),
     [
-        ("task.agent=nowhere.py:agent", "headrace: [task] agent: there is no file nowhere.py"),
+        (f"task.agent={NOWHERE}:agent", f"headrace: [task] agent: there is no file {NOWHERE.absolute()}"),
         ('task.command=["x"]', "headrace: [task] command: give an agent or a command, not both"),
         ("gateway.bind=0.0.0.0", "headrace: [gateway] bind: 0.0.0.0 is every interface; name the one"),
     ],

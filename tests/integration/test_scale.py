@@ -215,7 +215,7 @@ def check_books_of_resumed(run_dir: Path) -> None:
 
 
 def test_the_rule_grows_a_run_whose_trainer_waits(tmp_path: Path, begin: Begin) -> None:
-    slow = ("rollouts.max_tokens=96", "engine.slots=1", "engine.count={least=1, most=2}")
+    slow = ("rollouts.max_tokens=60", "engine.slots=1", "engine.count={least=1, most=2}")
     run, run_dir = begin(*slow), tmp_path / "run"
     until("growth", lambda: (run_dir / "metrics.jsonl").exists() and metrics(run_dir, "engines"))
     until("its proof", lambda: proved(run_dir, "engine-1"))
