@@ -79,7 +79,7 @@ kills: setup
 # Every shipped TOML but the quickstart's, for two versions, and deliveries of the real model that is fetched for them.
 examples: setup
 	$(THREADS) $(BIN)/python tests/shipped_examples.py
-	$(THREADS) $(BIN)/pytest tests/smollm2_delivery.py
+	$(THREADS) $(BIN)/pytest --numprocesses 2 --dist load tests/smollm2_delivery.py
 
 smollm2: setup
 	$(BIN)/python examples/smollm2/fetch.py
