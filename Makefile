@@ -18,7 +18,7 @@ THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # Compiled bytecode is kept, also where the environment forbids it: tests start hundreds of processes.
 THREADS += PYTHONDONTWRITEBYTECODE=
 
-.PHONY: setup quickstart quickstart-control test lint fmt docs unit slow gpu chaos attack kills examples smollm2 vllm test-vllm trackers cluster wheel clean
+.PHONY: setup quickstart quickstart-control test lint fmt docs unit slow gpu chaos attack kills examples deliveries smollm2 vllm test-vllm trackers cluster wheel clean
 
 setup: $(STAMP)
 
@@ -76,9 +76,13 @@ attack: setup
 kills: setup
 	PYTHONPATH=tests:tests/integration $(THREADS) $(BIN)/python tests/attack/kills.py $(OPTIONS)
 
-# Every shipped TOML but the quickstart's, for two versions, and deliveries of the real model that is fetched for them.
+# Every shipped TOML but the quickstart's, for two versions.
 examples: setup
 	$(THREADS) $(BIN)/python tests/shipped_examples.py
+
+# Deliveries of the real model that the examples use: deltas, and LoRA adapters. Takes minutes, and is not part of CI.
+deliveries: setup
+	$(BIN)/python examples/smollm2/fetch.py
 	$(THREADS) $(BIN)/pytest --numprocesses 2 --dist load tests/smollm2_delivery.py
 
 smollm2: setup

@@ -1,4 +1,4 @@
-"""Deliveries of a real model: SmolLM2-135M, trained by RL steps, to real engines. Run by `make examples`.
+"""Deliveries of a real model: SmolLM2-135M, trained by RL steps, to real engines. Run by `make deliveries`.
 
 Deltas at a small learning rate are small and lose nothing, also for an engine that missed a version; of a LoRA adapter
 nothing but the adapter travels, whatever the transport, and plain peft makes the same model of its export. SmolLM2 is
