@@ -12,7 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -281,15 +281,14 @@ def _follow(session: RunSession, on_step: OnStep | None) -> RunSession:
     with _signals(session.interrupt), ThreadPoolExecutor(1, "headrace") as thread:
         run = thread.submit(session.execute)
         run.add_done_callback(lambda ended: records.put(None))
-        try:
+        with ExitStack() as undone:
+            # If `on_step` raises, the run is interrupted, and the end of the outer `with` waits until it has ended.
+            undone.callback(session.interrupt)
             while (record := records.get()) is not None:
                 if on_step is not None and on_step(record) is False:
                     on_step = None
                     session.interrupt()
-        except BaseException:
-            # The end of the `with` waits until the run has ended in order.
-            session.interrupt()
-            raise
+            undone.pop_all()
         return run.result()
 
 

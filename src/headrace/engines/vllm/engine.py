@@ -364,7 +364,7 @@ class VllmEngine(StreamedEngine):
             self._pump()
 
         proof = None
-        # The last messages of recalled streams may still be on their way. Each request begins again when its has come.
+        # The last messages of recalled streams may still be on their way. A request begins again when it is there.
         leaving = asyncio.create_task(self._end(list(self._running.values()), GRACE_SECONDS), name=f"{self.name} leave")
         try:
             proof = await self._delivery.swap(manifest, begin)
@@ -393,7 +393,7 @@ class VllmEngine(StreamedEngine):
         await self._end(running, GRACE_SECONDS)
         for sequence in list(self._held):
             self._drop_held(sequence)
-            if sequence.finished:
+            if sequence.finished and sequence.request.id in self._open:
                 sequence.finished = False
                 heapq.heappush(self._waiting, sequence)
 
@@ -425,7 +425,7 @@ class VllmEngine(StreamedEngine):
             sequence.cut = sequence.cut or cut
         try:
             await self._client.pause("abort")
-        except BaseException:
+        except (ChannelError, asyncio.CancelledError):
             await self._end(running, 0.0)
             raise
 
