@@ -8,12 +8,13 @@ drawn.
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, overload
+from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.tasks.dataset import SingleTurnTask
+from headrace.tasks.source import NumberedPrompts
 from headrace.types import Prompt
 
 VERIFIER = "headrace.tasks.gym:verifier"
@@ -62,7 +63,7 @@ class GymTask(SingleTurnTask):
         return answer
 
 
-class GymPrompts(Sequence[Prompt]):
+class GymPrompts(NumberedPrompts):
     """The training prompts of a dataset, which are generated when they are asked for."""
 
     def __init__(
@@ -76,17 +77,9 @@ class GymPrompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def at(self, index: int) -> Prompt:
+        """Return the question at this position or, if it is held out, the next one that is not."""
         size = len(self)
-        if not -size <= index < size:
-            raise IndexError(index)
-        index %= size
         for step in range(size):
             entry = self._dataset[(index + step) % size]
             if entry["question"] not in self._avoid:

@@ -9,14 +9,14 @@ import asyncio
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain, zip_longest
-from typing import Any, overload
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from headrace.errors import DataError
 from headrace.tasks.base import Environment, Task
-from headrace.tasks.source import Position, PromptSource, Source
+from headrace.tasks.source import NumberedPrompts, Position, PromptSource, Source
 from headrace.types import Prompt, splitmix64
 
 _STRIDE = 0x9E3779B97F4A7C15
@@ -61,25 +61,7 @@ def _own(prompt: Prompt) -> Prompt:
     return msgspec.structs.replace(prompt, id=prompt.id.removeprefix(f"{prompt.task}/"), task="")
 
 
-class _Prompts(Sequence[Prompt]):
-    """A sequence that is defined by its length and by the prompt at each position."""
-
-    def at(self, index: int) -> Prompt:
-        raise NotImplementedError
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(index, slice):
-            return [self.at(i) for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        return self.at(index % len(self))
-
-
-class NamedPrompts(_Prompts):
+class NamedPrompts(NumberedPrompts):
     """The prompts of one task, with its name in them."""
 
     def __init__(self, name: str, prompts: Sequence[Prompt]) -> None:
@@ -94,7 +76,7 @@ class NamedPrompts(_Prompts):
         return msgspec.structs.replace(prompt, id=f"{self._name}/{prompt.id}", task=self._name)
 
 
-class ChainedPrompts(_Prompts):
+class ChainedPrompts(NumberedPrompts):
     """The prompts of several sequences, one sequence after the other."""
 
     def __init__(self, parts: Sequence[Sequence[Prompt]]) -> None:

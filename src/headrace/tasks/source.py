@@ -10,6 +10,7 @@ group attempts, whose ids are the same after a restart.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,25 @@ LONGEST_REST = 8
 RETRIES = 2
 RETRY_EVERY = 4
 """At most one draw in `RETRY_EVERY` is a retry, so that prompts that nobody can solve do not crowd out the others."""
+
+
+class NumberedPrompts(Sequence[Prompt]):
+    """A sequence that is defined by its length and by the prompt at each position."""
+
+    @abstractmethod
+    def at(self, index: int) -> Prompt:
+        """Return the prompt at this position, which is not negative."""
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self.at(i) for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self.at(index % len(self))
 
 
 class Curriculum:
