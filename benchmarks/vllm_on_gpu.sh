@@ -4,8 +4,8 @@
 #     OUT=logs HEADRACE_VLLM_PYTHON=path/to/vllm/bin/python benchmarks/vllm_on_gpu.sh [start contract logprobs delivery loop smollm2 fp8]
 #
 # The parts run one after the other, each with a time limit; without arguments all but fp8 run. "start contract",
-# "logprobs delivery" and "loop smollm2" end within ten minutes each, whatever happens. A part that fails does not end the others. Each part leaves
-# OUT/PART.log; the end of the servers' own logs is at its end if the part failed.
+# "logprobs delivery" and "loop smollm2" end within ten minutes each, whatever happens. A part that fails does not end
+# the others. Each part leaves OUT/PART.log; the end of the servers' own logs is at its end if the part failed.
 # Where vLLM is not installed but unpacked into a folder, VLLM_SITE=FOLDER (or several, with colons) takes the place of
 # HEADRACE_VLLM_PYTHON: a small script is written that runs PYTHON (by default python3) with these folders and with the
 # plugin of this checkout.
