@@ -6,8 +6,8 @@ The server decodes `--streams` requests all the time. A version is published fro
 and the requests continue under it. The times begin when the trainer calls `publish`, with its canary already scored, as
 in `headrace bench delivery`; what that took is `canary`. `announced` is when the manifest is there, `proved` when the
 swap is proved, and `first` when the first token of the new version arrives here. `stage` and `swap` are how long the
-server fetched and digested the version, and how long loading and proving took. The first version is not counted: it
-maps buffers and loads kernels.
+server fetched and digested the version, and how long loading and proving took. The names with a slash are calls of the
+server. The first version is not counted: it maps buffers and loads kernels.
 `--most` is the largest median of `first` in seconds; above it the exit code is 1. With `--device cpu` the same code
 runs without a GPU, by `shm`.
 """
@@ -50,6 +50,23 @@ CANARY_TOKENS = 16
 START_SECONDS, SECONDS = 500.0, 120.0
 CHANGE = 1e-3
 """The standard deviation of the change from one version to the next, relative to each weight."""
+
+
+class TimedClient(VllmClient):
+    """Records how long each call took that is not a stream, by the last part of its path."""
+
+    def __init__(self, url: str, *, slots: int) -> None:
+        super().__init__(url, KEY, deadline=SECONDS, slots=slots)
+        self.taken: dict[str, float] = {}
+
+    async def call(self, method: str, path: str, body: Any = None, *, timeout: float) -> Any:
+        """See `VllmClient.call`."""
+        began = time.monotonic()
+        try:
+            return await super().call(method, path, body, timeout=timeout)
+        finally:
+            name = body["method"] if path == "/collective_rpc" else path.partition("?")[0].rpartition("/")[2]
+            self.taken[name] = self.taken.get(name, 0.0) + time.monotonic() - began
 
 
 class Streams:
@@ -125,7 +142,7 @@ async def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any
     try:
         await server.ready(START_SECONDS)
         ready = time.monotonic() - started
-        client = VllmClient(server.url, KEY, deadline=SECONDS, slots=options.streams)
+        client = TimedClient(server.url, slots=options.streams)
         known = await examine(client, vocabulary=facts.vocabulary, dtype=dtype, max_length=options.max_length)
         engine = VllmEngine(
             client, known, name="vllm", slots=options.streams, max_length=options.max_length, deadline=SECONDS
@@ -146,6 +163,7 @@ async def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any
             )
             manifest = await asyncio.wrap_future(published)
             announced = time.monotonic() - began
+            client.taken.clear()
             proof = await engine.load(manifest)
             proved = time.monotonic() - began
             if not proof.accepted:
@@ -155,7 +173,8 @@ async def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any
             row = {"canary": began - scoring, "announced": announced}
             row |= {"stage": proof.stage_seconds, "swap": proof.swap_seconds}
             rows.append({**row, "proved": proved, "first": first, "canary_error": proof.canary_error})
-            print("  ".join(f"{name} {value:.4f}" for name, value in rows[-1].items()), flush=True)
+            shown = rows[-1] | {f"/{name}": value for name, value in client.taken.items()}
+            print("  ".join(f"{name} {value:.4f}" for name, value in shown.items()), flush=True)
             await asyncio.sleep(options.pause)
         await streams.end()
         await engine.close()

@@ -110,6 +110,7 @@ class HeadraceTransfer(WeightTransferEngine):  # type: ignore[misc]
             finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             self._pack_tied()
+            self._pack_experts()
 
     def _pack_tied(self) -> None:
         """Pack tied weights again. On a CPU a layer computes with a packed copy, and vLLM renews the copy only for
@@ -124,6 +125,15 @@ class HeadraceTransfer(WeightTransferEngine):  # type: ignore[misc]
             for module in tied if len(tied) > 1 else ():
                 if hasattr(module, "quant_method"):
                     module.quant_method.process_weights_after_loading(module)
+
+    def _pack_experts(self) -> None:
+        """Pack the weights of experts. On a CPU vLLM computes with packed ones, and packs only those that it loads at
+        its start; later ones are copied over them as they are.
+        """
+        for module in self.model.modules():
+            kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+            if kernel is not None:
+                kernel.fused_experts.process_weights_after_loading(module)
 
     def live(self) -> Live:
         """Compare the live weights with the loaded ones by digest, as far as vLLM's layout shows them.

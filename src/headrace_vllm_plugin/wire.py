@@ -10,7 +10,7 @@ import msgspec
 from headrace.delivery.base import Entry, Part
 
 BACKEND = "headrace"
-PROTOCOL = 5
+PROTOCOL = 6
 """The version of these messages, increased with every change; both sides must have the same."""
 TRUNCATION = "headrace_truncation"
 """A key in the `extra_args` of a request. Its value is the `Truncation` that the plugin applies instead of vLLM."""
@@ -38,6 +38,8 @@ class Facts(msgspec.Struct, kw_only=True):
     """Whether the worker applies a request's `Truncation`."""
     kept: bool = False
     """Whether the server says which tokens truncation kept. It then demands a `top_k` of every request."""
+    expert_layers: list[int] = []
+    """The layers whose experts the server records; empty if it records none."""
     device: str = "cpu"
     """The kind of device that the worker computes on: `cpu` or `cuda`."""
     workers: int = 1

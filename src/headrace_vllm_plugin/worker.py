@@ -32,6 +32,7 @@ class HeadraceWorker:
     vllm_config: Any
     device: torch.device
     model_runner: Any
+    get_model: Callable[[], torch.nn.Module]
     use_v2_model_runner: bool
     start_weight_update: Callable[[], None]
     update_weights: Callable[[dict[str, Any]], None]
@@ -58,6 +59,7 @@ class HeadraceWorker:
             position_noise=self.use_v2_model_runner or attached,
             truncation=attached,
             kept=config.model_config.return_sampling_mask,
+            expert_layers=self._expert_layers(),
             device=self.device.type,
             workers=config.parallel_config.world_size,
             quantization=str(config.model_config.quantization or ""),
@@ -96,6 +98,14 @@ class HeadraceWorker:
             # If a step fails, vLLM would take the update for one that is still under way, and refuse the next one.
             self._weight_update_active = False
         return _answer(transfer.live())
+
+    def _expert_layers(self) -> list[int]:
+        """Return the layers with experts, if the server was started to record the experts of every token."""
+        if not self.vllm_config.aux_output_config.enable_return_routed_experts:
+            return []
+        routed = [each for each in self.get_model().modules() if hasattr(each, "router") or hasattr(each, "capture_fn")]
+        layers = {getattr(each, "layer_id", None) for each in routed}
+        return sorted(layer for layer in layers if isinstance(layer, int))
 
     def headrace_transfer(self) -> HeadraceTransfer:
         """Return the weight-transfer engine; raises `DeliveryError` if the server was started without one."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
 from headrace.channel.codec import Message
 from headrace.channel.heartbeats import Ready, Stop
@@ -227,7 +227,7 @@ class TinyTrainer:
         """`change`: how far one version is from the next."""
         self._change = change
         self._device = device
-        self.model: Any = LlamaForCausalLM.from_pretrained(model_dir, attn_implementation="eager").eval().to(device)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="eager").eval().to(device)
         self._sender = sender or ShmSender(f"contract-{id(self):x}")
         self._publisher = Publisher(self._sender, "float32", 1e-3, np.arange(1, 13, dtype=np.int32))
         self._versions: dict[int, dict[str, torch.Tensor]] = {}
@@ -274,6 +274,28 @@ def save_tiny_llama(path: Path, layers: int = 2, spread: float = 0.5, head_dim: 
         initializer_range=spread,
     )
     LlamaForCausalLM(config).save_pretrained(path)
+
+
+def save_tiny_mixture(path: Path) -> None:
+    """A mixture of experts whose second layer is dense."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        max_position_embeddings=MAX_LENGTH,
+        initializer_range=0.2,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
 
 
 def _fake_publish(policy: FakePolicy) -> Callable[[int], Awaitable[Manifest]]:

@@ -15,10 +15,20 @@ from pathlib import Path
 
 import engine_fixtures
 import numpy as np
+import numpy.typing as npt
 import pytest
 import test_engine
 import torch
-from engine_subjects import MAX_LENGTH, SLOTS, Factory, Setting, Subject, TinyTrainer, save_tiny_llama
+from engine_subjects import (
+    MAX_LENGTH,
+    SLOTS,
+    Factory,
+    Setting,
+    Subject,
+    TinyTrainer,
+    save_tiny_llama,
+    save_tiny_mixture,
+)
 from test_engine import *  # noqa: F403
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
@@ -29,7 +39,7 @@ from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import sender
 from headrace.delivery.transports.base import SenderSettings
 from headrace.delivery.transports.cuda_ipc import CudaIpcSender
-from headrace.engines.base import Request, Sampling
+from headrace.engines.base import Delta, Request, Sampling
 from headrace.engines.vllm.building import examine
 from headrace.engines.vllm.client import VllmClient
 from headrace.engines.vllm.engine import VllmEngine
@@ -54,7 +64,16 @@ GIB = 1 << 30
 ROWS, PROMPT, ANSWER = 32, 24, 64
 
 
-def server_on_gpu(model: Path, log: Path, *, dtype: str, slots: int, max_length: int, kept: bool = False) -> VllmServer:
+def server_on_gpu(
+    model: Path,
+    log: Path,
+    *,
+    dtype: str,
+    slots: int,
+    max_length: int,
+    kept: bool = False,
+    record_experts: bool = False,
+) -> VllmServer:
     config = EngineConfig(
         kind="vllm",
         python=PYTHON,
@@ -71,6 +90,7 @@ def server_on_gpu(model: Path, log: Path, *, dtype: str, slots: int, max_length:
         max_length=max_length,
         dtype=dtype,
         record_kept=kept,
+        record_experts=record_experts,
         budget=Budget(0.1, GIB),
     )
 
@@ -84,7 +104,7 @@ def served(server: VllmServer) -> Iterator[VllmServer]:
         asyncio.run(server.stop())
 
 
-async def attached(server: VllmServer, interrupt: str = "never") -> VllmEngine:
+async def attached(server: VllmServer, interrupt: str = "never", *, record_experts: bool = False) -> VllmEngine:
     client = VllmClient(server.url, KEY, deadline=SECONDS, slots=server.config.slots)
     vocabulary = model_facts(server.model, "load").vocabulary
     facts = await examine(client, vocabulary=vocabulary, dtype=server.dtype, max_length=server.max_length)
@@ -97,6 +117,7 @@ async def attached(server: VllmServer, interrupt: str = "never") -> VllmEngine:
         max_length=server.max_length,
         interrupt=interrupt,  # type: ignore[arg-type]
         deadline=SECONDS,
+        record_experts=record_experts,
     )
 
 
@@ -224,6 +245,57 @@ async def test_kept_sets_are_those_of_the_reference(
     finally:
         await server.stop()
         trainer.close()
+
+
+@torch.inference_mode()
+def chosen_experts(model: PreTrainedModel, row: Int32Array, answer: int) -> npt.NDArray[np.int64]:
+    """[answer, layers with experts, k]: the experts of the passes that draw the last tokens of a row, sorted."""
+    ids = torch.from_numpy(row.astype(np.int64))[None].cuda()
+    scores = model(ids, output_router_logits=True).router_logits
+    best = [each.topk(model.config.num_experts_per_tok).indices.sort().values for each in scores]
+    return torch.stack(best, 1)[-answer - 1 : -1].cpu().numpy()
+
+
+async def test_experts_are_those_of_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of tokens that were drawn before new weights came in the middle of an answer."""
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
+    path = tmp_path / "model"
+    save_tiny_mixture(path)
+    server = server_on_gpu(
+        path, tmp_path / "vllm.log", dtype="float32", slots=SLOTS, max_length=MAX_LENGTH, record_experts=True
+    )
+    server.start()
+    trainer = TinyTrainer(path, sender=CudaIpcSender("vllm-experts", device="cuda"), device="cuda")
+    try:
+        await server.ready(START_SECONDS)
+        engine = await attached(server, record_experts=True)
+        subject = Subject(engine, engine.load, engine.counters, trainer.publish, trainer.reference)
+        await test_engine.load(subject, 1)
+        requests = [test_engine.ask(str(seed), max_tokens=40, seed=seed) for seed in range(4)]
+        reading = [asyncio.create_task(deltas_of(engine, request)) for request in requests]
+        await test_engine.eventually(subject, lambda stats: stats.running == len(requests))
+        await test_engine.load(subject, 2)
+        answers = [await asyncio.wait_for(each, SECONDS) for each in reading]
+        await engine.close()
+        tokens = [np.concatenate([delta.token_ids for delta in answer]) for answer in answers]
+        versions = [np.concatenate([delta.versions for delta in answer]) for answer in answers]
+        routing = [
+            np.concatenate([delta.routing for delta in answer if delta.routing is not None]) for answer in answers
+        ]
+        print(f"tokens of version 1: {[int((each == 1).sum()) for each in versions]}")
+        rows = [np.concatenate([request.token_ids, ids]) for request, ids in zip(requests, tokens, strict=True)]
+        for version in (1, 2):
+            trainer.reference(version, rows[0])  # Puts the version's weights in.
+            for row, experts, mine in zip(rows, routing, versions, strict=True):
+                assert experts.shape == (40, 2, 2)
+                assert (np.sort(experts, -1) == chosen_experts(trainer.model, row, 40))[mine == version].all()
+    finally:
+        await server.stop()
+        trainer.close()
+
+
+async def deltas_of(engine: VllmEngine, request: Request) -> list[Delta]:
+    return [delta async for delta in engine.generate(request)]
 
 
 def model_for_half_precision(tmp_path: Path) -> Path:

@@ -160,6 +160,7 @@ def token_delta(
     finish: FinishReason | None = None,
     error: str = "",
     kept: Kept | None = None,
+    routing: Int16Array | None = None,
 ) -> Delta:
     """Make a delta whose tokens all have the same version."""
     return Delta(
@@ -170,6 +171,7 @@ def token_delta(
         finish=finish,
         error=error,
         kept=kept,
+        routing=routing,
     )
 
 

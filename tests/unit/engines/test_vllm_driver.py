@@ -1,9 +1,11 @@
 """The driver over a real socket: who makes way for new weights and how, what is tried again, what is refused."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from vllm_stub import FACTS, Stub, serving
@@ -11,7 +13,7 @@ from vllm_stub import FACTS, Stub, serving
 from headrace.delivery.base import Canary, Manifest
 from headrace.engines.base import Delta, Interrupt, Request, Sampling
 from headrace.engines.vllm.client import VllmClient
-from headrace.engines.vllm.engine import VllmEngine
+from headrace.engines.vllm.engine import EARLY_STREAMS, VllmEngine
 from waiting import until
 
 SECONDS = 60.0
@@ -27,9 +29,10 @@ class Driven:
         self.news = asyncio.Event()
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
-    def ask(self, name: str, tokens: int) -> None:
+    def ask(self, name: str, tokens: int, **sampling: Any) -> None:
         async def read() -> None:
-            request = Request(id=name, token_ids=np.arange(5, dtype=np.int32), sampling=Sampling(max_tokens=tokens))
+            asked = Sampling(max_tokens=tokens, **sampling)
+            request = Request(id=name, token_ids=np.arange(5, dtype=np.int32), sampling=asked)
             async for delta in self.engine.generate(request):
                 self.deltas[name].append(delta)
                 self.news.set()
@@ -50,21 +53,28 @@ class Driven:
     def tokens(self, name: str) -> list[int]:
         return [int(token) for delta in self.deltas[name] for token in delta.token_ids]
 
+    def routing(self, name: str) -> np.ndarray:
+        return np.concatenate([delta.routing for delta in self.deltas[name] if delta.routing is not None])
+
     def versions(self, name: str) -> list[int]:
         return [int(version) for delta in self.deltas[name] for version in delta.versions]
 
 
 @asynccontextmanager
-async def driven(interrupt: Interrupt = "never", slots: int = 2, deadline: float = SECONDS) -> AsyncIterator[Driven]:
+async def driven(
+    interrupt: Interrupt = "never", slots: int = 2, deadline: float = SECONDS, experts: Sequence[int] = ()
+) -> AsyncIterator[Driven]:
     async with serving(Stub()) as stub:
+        stub.expert_layers = max(experts, default=-1) + 1
         engine = VllmEngine(
             VllmClient(stub.url, deadline=deadline),
-            FACTS,
+            msgspec.structs.replace(FACTS, expert_layers=list(experts)),
             name="stub",
             slots=slots,
             max_length=4096,
             interrupt=interrupt,
             deadline=deadline,
+            record_experts=True,
         )
         assert (await engine.load(manifest(1))).accepted
         yield Driven(stub, engine)
@@ -234,6 +244,73 @@ async def test_tokens_drawn_before_the_proof_are_handed_out_after_it_or_never(pr
         assert run.engine.counters().generated_tokens == 303
         # The prefix cache of weights that were not proved is not used again.
         assert len(set(run.stub.salts)) == (2 if proved else 3)
+
+
+async def test_a_request_that_reaches_the_server_during_the_pause_begins_again() -> None:
+    async with driven() as run:
+        sent = len(run.stub.calls)
+        run.stub.may_begin.clear()
+        run.ask("a", 40)
+        await until(lambda: "/inference/v1/generate" in run.stub.calls[sent:])
+        loading = asyncio.create_task(run.engine.load(manifest(2)))
+        await until(lambda: run.stub.paused)
+        run.stub.may_begin.set()
+        assert (await asyncio.wait_for(loading, SECONDS)).accepted
+        last = await run.end("a")
+        assert last.finish == "length", last.error
+        assert run.tokens("a") == [n % 50 for n in range(5, 45)] and set(run.versions("a")) == {2}
+
+
+async def test_most_requests_begin_again_after_the_proof() -> None:
+    async with driven(slots=8) as run:
+        names = [f"request {number}" for number in range(8)]
+        for name in names:
+            run.ask(name, 100)
+        for name in names:
+            await run.begun(name)
+        run.stub.may_score.clear()
+        loading = asyncio.create_task(run.engine.load(manifest(2)))
+        await until(lambda: run.stub.under_way == EARLY_STREAMS and not run.stub.paused)
+        assert len(run.stub.prompts) == 8 + EARLY_STREAMS
+        run.stub.may_score.set()
+        assert (await asyncio.wait_for(loading, SECONDS)).accepted
+        for name in names:
+            assert (await run.end(name)).finish == "length"
+            assert run.tokens(name) == [n % 50 for n in range(5, 105)]
+        assert len(run.stub.prompts) == 16
+
+
+def experts_of(layers: Sequence[int], first: int, tokens: int) -> np.ndarray:
+    """What the stub records: a token is drawn from the pass over the token before it."""
+    return np.array([[[place, layer] for layer in layers] for place in range(first - 1, first - 1 + tokens)])
+
+
+async def test_experts_come_with_their_tokens_through_new_weights_and_broken_streams() -> None:
+    layers = (1, 3)
+    async with driven(experts=layers) as run:
+        run.stub.faults.append("break:4")
+        run.ask("a", 60)
+        await until(lambda: run.stub.under_way)
+        await asyncio.sleep(0.02)
+        assert (await run.engine.load(manifest(2))).accepted
+        assert (await run.end("a")).finish == "length"
+        assert run.tokens("a") == [n % 50 for n in range(5, 65)]
+        assert (run.routing("a") == experts_of(layers, 5, 60)).all() and run.routing("a").dtype == np.int16
+
+
+async def test_a_stop_that_the_server_does_not_know_brings_experts_too() -> None:
+    async with driven(experts=(0,)) as run:
+        run.ask("a", 300, stop_sequences=((11, 12),))
+        assert (await run.end("a")).finish == "stop" and run.tokens("a") == list(range(5, 13))
+        assert (run.routing("a") == experts_of((0,), 5, 8)).all()
+
+
+async def test_tokens_without_their_experts_are_drawn_again() -> None:
+    async with driven(experts=(0,)) as run:
+        run.stub.lost_experts = 1
+        run.ask("a", 10)
+        assert (await run.end("a")).finish == "length" and run.tokens("a") == list(range(5, 15))
+        assert (run.routing("a") == experts_of((0,), 5, 10)).all() and len(run.stub.prompts) == 2
 
 
 @pytest.mark.parametrize(

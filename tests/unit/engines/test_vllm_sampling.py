@@ -12,7 +12,8 @@ from vllm_stub import FACTS
 from headrace.engines.base import Request, Sampling
 from headrace.engines.requests import first_stop
 from headrace.engines.vllm.client import AnswerPiece, VersionSpan
-from headrace.engines.vllm.engine import VllmSequence, refusal, sampling_params, wrong_version
+from headrace.engines.vllm.engine import VllmSequence
+from headrace.engines.vllm.sampling import refusal, sampling_params, wrong_version
 from headrace.errors import ChannelError
 
 TOKENS = st.lists(st.integers(0, 3), max_size=12)

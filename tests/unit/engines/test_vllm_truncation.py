@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.engines.base import Sampling
 from headrace.engines.embedded.sampler import draw
-from headrace.engines.vllm.engine import FORBID
+from headrace.engines.vllm.sampling import FORBID
 from headrace_vllm_plugin.truncation import kept, truncate, wanted
 from headrace_vllm_plugin.wire import TRUNCATION, Truncation
 

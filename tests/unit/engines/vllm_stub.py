@@ -7,6 +7,8 @@ answers everything else.
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import signal
 import sys
@@ -14,6 +16,8 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
+
+import numpy as np
 
 from headrace_vllm_plugin.wire import BACKEND, PROTOCOL, Facts
 
@@ -47,6 +51,13 @@ class Stub:
         self.may_score = asyncio.Event()
         """Scores are answered only while this is set."""
         self.may_score.set()
+        self.may_begin = asyncio.Event()
+        """Requests reach the scheduler only while this is set."""
+        self.may_begin.set()
+        self.expert_layers = 0
+        """The number of layers whose experts come with the last message of a stream: (position, layer) of a token."""
+        self.lost_experts = 0
+        """The number of tokens at the end of the next stream whose experts are missing."""
         self.statuses: dict[str, tuple[int, Any]] = {}
         """Answers of paths that are not what they should be."""
         self.url = ""
@@ -121,7 +132,17 @@ class Stub:
         assert method == "headrace_load" and self.paused and not self.under_way, "nothing runs meanwhile"
         return {"visible": 0, "hidden": 1, "digest": 0, "wrong": [], "missing": []}
 
+    def experts(self, body: Any, sent: int) -> str:
+        start = body["sampling_params"]["routed_experts_prompt_start"]
+        places = np.arange(start, len(body["token_ids"]) + sent - 1 - self.lost_experts)
+        self.lost_experts = 0
+        rows = np.stack([np.stack([places, np.full_like(places, layer)], -1) for layer in range(self.expert_layers)], 1)
+        file = io.BytesIO()
+        np.save(file, rows.astype(np.uint8))
+        return base64.b64encode(file.getvalue()).decode()
+
     async def generate(self, body: Any, writer: asyncio.StreamWriter) -> None:
+        await self.may_begin.wait()
         fault = self.faults.popleft() if self.faults else ""
         if fault in ("500", "400"):
             _reply(writer, {"error": {"message": f"fault {fault}"}}, int(fault))
@@ -146,7 +167,10 @@ class Stub:
                 if sent == body["sampling_params"]["max_tokens"]:
                     finish = "length"
                 if tokens or finish:
-                    _event(writer, _choice(tokens, finish, self.version, sent))
+                    choice = _choice(tokens, finish, self.version, sent)
+                    if finish and sent and self.expert_layers:
+                        choice["choices"][0]["routed_experts"] = self.experts(body, sent)
+                    _event(writer, choice)
                     await writer.drain()
             _event(writer, {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 1}}})
             _chunk(writer, b"data: [DONE]\n\n")

@@ -21,13 +21,14 @@ from headrace.config.declared import transport_facts
 from headrace.config.hub import model_dir
 from headrace.config.memory import longest_sequence
 from headrace.config.model_dir import model_facts
-from headrace.config.schema import RolloutsConfig
+from headrace.config.schema import AgentTaskConfig, RolloutsConfig
 from headrace.delivery.setup import choose
 from headrace.delivery.transports.tcp_wire import KEYS
 from headrace.engines.serving import EventLoopServer, Opened
 from headrace.engines.vllm.client import VllmClient
-from headrace.engines.vllm.engine import KEPT_HINT, VllmEngine
+from headrace.engines.vllm.engine import VllmEngine
 from headrace.engines.vllm.memory import budget
+from headrace.engines.vllm.sampling import KEPT_HINT
 from headrace.engines.vllm.server import (
     EXTENSION,
     KEY_VARIABLE,
@@ -76,6 +77,7 @@ async def _opened(link: WorkerLink, config: Config, gpu_memory: int) -> AsyncIte
                 seed=config.run.seed,
                 rank=rank,
                 record_kept=config.rollouts.truncates,
+                record_experts=records_experts(config, model.experts) and not on_cpu(config.engine),
                 budget=None if on_cpu(config.engine) else budget(config, gpu_memory, link.neighbours),
             )
             with link.spans.span("load"):
@@ -105,12 +107,18 @@ async def _opened(link: WorkerLink, config: Config, gpu_memory: int) -> AsyncIte
                 keys=str((link.run_dir / KEYS).absolute()),
                 spans=link.spans,
                 scaling=None if config.lora is None else config.lora.scaling,
+                record_experts=records_experts(config, model.experts),
             )
             link.ready(parameters=model.parameters, **described(facts))
             yield Opened(engine, partial(check_server, client, None if server is None else server.check))
     finally:
         if server is not None:
             await server.stop()
+
+
+def records_experts(config: Config, experts: int) -> bool:
+    """Return whether a run wants the experts of every token. The tokens of agents are recorded without them."""
+    return bool(experts) and config.rollouts.keep_routing and not isinstance(config.task, AgentTaskConfig)
 
 
 def described(facts: Facts) -> dict[str, str | int]:

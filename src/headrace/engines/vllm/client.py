@@ -12,8 +12,10 @@ repacked them. For these the canary alone is the proof.
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -24,7 +26,7 @@ import numpy as np
 
 from headrace.delivery.base import Manifest, Proof, Tolerance, canary_error, some_names
 from headrace.errors import ChannelError, DeadlineError, HttpError, UserError
-from headrace.types import NO_VERSION, Float32Array
+from headrace.types import NO_VERSION, Float32Array, Int16Array
 from headrace_vllm_plugin.wire import FetchOrder, Live, StagingState
 
 CONNECT_SECONDS = 10.0
@@ -57,6 +59,8 @@ class AnswerPiece(msgspec.Struct, kw_only=True):
     spans: list[VersionSpan] | None = None
     kept: list[list[int]] | None = None
     """For each token, the tokens that truncation kept, if the server says so."""
+    experts: Int16Array | None = None
+    """[tokens of the whole answer, layers, k]: the experts that produced each token. Only the last piece has them."""
 
 
 class _Logprob(msgspec.Struct):
@@ -74,6 +78,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     weight_versions: list[VersionSpan] | None = None
     sampling_mask: list[list[int]] | None = None
+    routed_experts: str | None = None
 
 
 class _Cached(msgspec.Struct):
@@ -313,13 +318,14 @@ class Delivery:
         except ChannelError as error:
             return str(error)
 
-    async def swap(self, manifest: Manifest, begin: Callable[[], None]) -> Proof:
+    async def swap(self, manifest: Manifest, begin: Callable[[], None], settle: Callable[[], Awaitable[None]]) -> Proof:
         """Load the staged version, resume the server's scheduler, and prove the live weights.
 
         The caller has paused the scheduler before. `begin` is called once the canary is on its way: requests that it
         sends wait behind the canary until the scheduler resumes, and are drawn under weights that are not proved yet.
-        If a call fails before the scheduler is resumed, it stays paused until the next swap. `swap` as a whole has no
-        deadline; each of its calls has the deadline of the client.
+        `settle` is awaited before the scheduler resumes: afterwards nobody reads a stream of the old weights. If a call
+        fails before the scheduler is resumed, it stays paused until the next swap. `swap` as a whole has no deadline;
+        each of its calls has the deadline of the client.
         """
         started = time.monotonic()
         self._quarantined = True
@@ -331,6 +337,7 @@ class Delivery:
             await asyncio.sleep(HEAD_START_SECONDS)
             begin()
             live = await loading
+            await settle()
             await self._client.resume()
             error = canary_error(manifest.canary, await scoring)
             reason = _mismatch(manifest, live, error, self._tolerance.of(manifest.canary))
@@ -400,7 +407,18 @@ def _piece(choice: _Choice) -> AnswerPiece:
         finish=choice.finish_reason,
         spans=choice.weight_versions,
         kept=choice.sampling_mask,
+        experts=None if choice.routed_experts is None else _experts(choice.routed_experts),
     )
+
+
+def _experts(encoded: str) -> Int16Array:
+    try:
+        found = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise ChannelError(f"a server sent experts that cannot be read: {error}") from error
+    if found.ndim != 3:
+        raise ChannelError(f"a server sent experts of shape {found.shape}, not [tokens, layers, k]")
+    return np.asarray(found, np.int16)
 
 
 def _reason(body: bytes) -> str:

@@ -21,36 +21,37 @@ from __future__ import annotations
 import asyncio
 import heapq
 import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-import numpy as np
+from typing import Literal
 
 from headrace.delivery.base import Manifest, Proof
 from headrace.engines.base import (
-    KEPT_LIMIT,
     Counters,
     Delta,
     FinishReason,
     Interrupt,
     Request,
-    Sampling,
     token_delta,
 )
-from headrace.engines.requests import first_stop, request_refusal
+from headrace.engines.requests import first_stop
 from headrace.engines.streams import StreamedEngine
 from headrace.engines.vllm.client import AnswerPiece, Delivery, VllmClient
-from headrace.engines.vllm.server import KEPT, NOISE
+from headrace.engines.vllm.sampling import joined, kept_sets, refusal, sampling_params, wrong_version
 from headrace.errors import ChannelError, DeadlineError, HttpError, UserError, one_line
 from headrace.observe.spans import SpanRecorder
-from headrace.types import NO_VERSION, Float32Array, Int32Array, Kept
-from headrace_vllm_plugin.wire import TRUNCATION, Facts
+from headrace.types import NO_VERSION, Float32Array, Int32Array
+from headrace_vllm_plugin.wire import Facts
 
 GRACE_SECONDS = 0.5
 """How long a server may take to end a stream. After that the stream is closed from our side, and tokens that were not
 handed out are drawn again."""
+SETTLE_SECONDS = 0.05
+"""The same once new weights are loaded, while the server waits to decode again."""
+EARLY_STREAMS = 4
+"""The number of requests that are sent while weights load. More of them would keep the server's event loop busy just
+when it should resume decoding and answer the canary."""
 RETRIES = 4
 """A request fails if more than this many streams break in a row without a token between them."""
 BACKOFF_SECONDS = 0.1
@@ -59,12 +60,6 @@ _FINISHES: dict[str, FinishReason] = {"length": "length", "stop": "stop"}
 
 Cut = Literal["", "recall", "abort"]
 """Why a stream is ended from our side. `recall`: the request continues later. `abort`: the request ends."""
-
-KEPT_HINT = f"{KEPT} lets it say so, with vLLM's second model runner, which needs a GPU"
-
-FORBID = -1e30
-"""The bias that is added to the logit of a forbidden token. Its probability becomes 0 in float32, and JSON can express
-this number, unlike -inf."""
 
 
 @dataclass(eq=False)
@@ -111,7 +106,8 @@ class VllmSequence:
         if not tokens and finish is None:
             return None
         kept = kept_sets(self.request.sampling, len(tokens), piece.kept) if self.request.sampling.record_kept else None
-        return token_delta(self.request.id, tokens, piece.logprobs[:end], version, finish, kept=kept)
+        routing = None if piece.experts is None else piece.experts[: len(tokens)]
+        return token_delta(self.request.id, tokens, piece.logprobs[:end], version, finish, kept=kept, routing=routing)
 
 
 class VllmEngine(StreamedEngine):
@@ -130,11 +126,17 @@ class VllmEngine(StreamedEngine):
         keys: str = "",
         spans: SpanRecorder | None = None,
         scaling: float | None = None,
+        record_experts: bool = False,
     ) -> None:
-        """Drive the server behind `client`, whose facts `examine` has found. The engine closes the client."""
+        """Drive the server behind `client`, whose facts `examine` has found. The engine closes the client.
+
+        With `record_experts`, tokens are handed out when a stream ends, if the server records experts: it sends the
+        experts of all tokens with the last message.
+        """
         super().__init__(name)
         self._client = client
         self._facts = facts
+        self._expert_layers = facts.expert_layers if record_experts else []
         self._slots = min(slots, facts.slots)
         self._max_length = max_length
         self._interrupt = interrupt
@@ -154,6 +156,8 @@ class VllmEngine(StreamedEngine):
         """The number of streams that were opened."""
         self._admitted: int | None = None
         """Set while a swap is due: requests with a higher order number than this do not start."""
+        self._allowance: int | None = None
+        """The number of streams that may still open before the loaded version is proved; None without a limit."""
         self._loading = asyncio.Lock()
         self._closed = ""
         self._changed = asyncio.Event()
@@ -262,6 +266,8 @@ class VllmEngine(StreamedEngine):
 
     def _pump(self) -> None:
         while self._waiting and len(self._running) < self._slots and self._may_run(self._waiting[0]):
+            if self._allowance is not None:
+                self._allowance -= 1
             sequence = heapq.heappop(self._waiting)
             sequence.cut = ""
             self._attempts += 1
@@ -288,7 +294,7 @@ class VllmEngine(StreamedEngine):
             self._decoding = None
 
     def _may_run(self, sequence: VllmSequence) -> bool:
-        admitted = self._admitted is None or sequence.order <= self._admitted
+        admitted = self._allowance != 0 and (self._admitted is None or sequence.order <= self._admitted)
         return admitted and not self._closed and self._serving != NO_VERSION
 
     @property
@@ -327,9 +333,13 @@ class VllmEngine(StreamedEngine):
         assert room > 0, "an answer that is long enough has ended"
         params = sampling_params(sequence.request.sampling, room, self._facts)
         tokens = [*sequence.request.token_ids.tolist(), *sequence.sampled]
+        if self._expert_layers:
+            # The experts that produce a token are those of the pass over the token before it.
+            params["routed_experts_prompt_start"] = len(tokens) - 1
         stream = self._client.generate(sequence.server_id, tokens, params, salt=f"{self._salt}-{version}")
+        pieces = self._with_experts(sequence, stream) if self._expert_layers else stream
         try:
-            async for piece in stream:
+            async for piece in pieces:
                 if wrong := wrong_version(piece, version):
                     self._finish(sequence, "failed", f"request {sequence.request.id}: {wrong}")
                     return
@@ -342,6 +352,24 @@ class VllmEngine(StreamedEngine):
                     return
         finally:
             await stream.aclose()  # type: ignore[attr-defined]
+
+    async def _with_experts(
+        self, sequence: VllmSequence, stream: AsyncIterator[AnswerPiece]
+    ) -> AsyncIterator[AnswerPiece]:
+        """Yield one piece with all tokens of a stream and their experts, once the stream has ended."""
+        pieces: list[AnswerPiece] = []
+        tokens: list[int] = []
+        stopped = False
+        async for piece in stream:
+            pieces.append(piece)
+            tokens += piece.token_ids
+            sampling = sequence.request.sampling
+            if piece.finish is not None:
+                yield joined(pieces, self._expert_layers)
+            elif not stopped and first_stop(tokens, sampling, sequence.sampled, len(sequence.sampled)) is not None:
+                # The server does not know this stop. Without its last message the experts would be missing.
+                stopped = True
+                await self._client.abort([sequence.server_id])
 
     def _hand_out(self, sequence: VllmSequence, delta: Delta, version: int) -> None:
         self._generated += len(delta.token_ids)
@@ -358,22 +386,25 @@ class VllmEngine(StreamedEngine):
 
     async def _swap(self, manifest: Manifest) -> Proof:
         """Load and prove a version, and let requests begin meanwhile. What they draw before the proof is held back."""
+        # The last messages of recalled streams may still be on their way. A request begins again when it is there.
+        recalled = list(self._running.values())
 
         def begin() -> None:
-            self._unproved, self._admitted = manifest.version, None
+            self._unproved, self._admitted, self._allowance = manifest.version, None, EARLY_STREAMS
             self._pump()
 
+        async def settle() -> None:
+            # A request that the server received during the pause was not ended by it. It would be drawn under the new
+            # weights, and the server says so only at its end. Its connection is closed before the scheduler resumes.
+            await self._end(recalled, SETTLE_SECONDS)
+
         proof = None
-        # The last messages of recalled streams may still be on their way. A request begins again when it is there.
-        leaving = asyncio.create_task(self._end(list(self._running.values()), GRACE_SECONDS), name=f"{self.name} leave")
         try:
-            proof = await self._delivery.swap(manifest, begin)
-            await leaving
+            proof = await self._delivery.swap(manifest, begin, settle)
         finally:
-            leaving.cancel()
             if proof is None or not proof.accepted:
                 await self._take_back()
-            self._unproved = NO_VERSION
+            self._unproved, self._allowance = NO_VERSION, None
             held, self._held = self._held, {}
             for deltas in held.values():
                 self.deliver(deltas)
@@ -446,73 +477,3 @@ class VllmEngine(StreamedEngine):
         self._drop_held(sequence)
         sequence.finished = True
         self.deliver([token_delta(sequence.request.id, [], [], NO_VERSION, finish, error)])
-
-
-def refusal(request: Request, facts: Facts, max_length: int) -> str:
-    """Return why this request cannot be served, or an empty string if it can."""
-    if reason := request_refusal(request, facts.vocabulary, max_length):
-        return reason
-    if request.sampling.record_kept and not facts.kept:
-        return f"record_kept: this vLLM server cannot say which tokens truncation kept ({KEPT_HINT})"
-    # The order of `top_k` and `min_p` alone makes no difference: the tokens that both keep are kept.
-    if not facts.truncation and _together(request.sampling) and request.sampling.top_p < 1:
-        return (
-            "min_p together with top_p: vLLM's second model runner applies them in another order; start the server "
-            f"with VLLM_USE_V2_MODEL_RUNNER=0 in its environment and --logits-processors {NOISE}"
-        )
-    return ""
-
-
-def sampling_params(sampling: Sampling, max_tokens: int, facts: Facts) -> dict[str, Any]:
-    """Return vLLM's `SamplingParams` for the next `max_tokens` tokens, which ask for log-probabilities too."""
-    forbidden = {str(token): FORBID for token in sampling.forbidden if 0 <= token < facts.vocabulary}
-    singles = [stop[0] for stop in sampling.stop_sequences if len(stop) == 1]
-    rules: dict[str, Any] = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
-    temperature = sampling.temperature
-    if facts.truncation and _together(sampling):
-        rules = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "extra_args": {TRUNCATION: rules}}
-    elif facts.kept and temperature == 0:
-        # Such a server draws nothing greedily. The best token alone is the same token.
-        temperature, rules = 1.0, {"top_k": 1}
-    elif facts.kept:
-        most = KEPT_LIMIT if sampling.record_kept else facts.vocabulary
-        rules["top_k"] = min(sampling.top_k or most, most, facts.vocabulary)
-    return {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        **rules,
-        "seed": sampling.seed & (1 << 63) - 1,
-        "stop_token_ids": sorted({*sampling.stop_token_ids, *singles}),
-        "logit_bias": forbidden or None,
-        "logprobs": 0,
-        "ignore_eos": True,
-        "detokenize": False,
-        "skip_special_tokens": False,
-    }
-
-
-def kept_sets(sampling: Sampling, count: int, kept: list[list[int]] | None) -> Kept:
-    """Return the kept sets of the first `count` tokens. Greedy sampling truncates nothing."""
-    if sampling.temperature == 0:
-        return Kept(counts=np.zeros(count, np.int32), token_ids=np.zeros(0, np.int32))
-    # A forbidden token has a probability of 0, and the server does not know that it was cut.
-    sets = [sorted(set(each) - set(sampling.forbidden)) for each in (kept or [])[:count]]
-    if len(sets) != count:
-        raise ChannelError(f"a server sent {count} tokens with {len(sets)} kept sets")
-    return Kept(
-        counts=np.array([len(each) for each in sets], np.int32),
-        token_ids=np.array([token for each in sets for token in each], np.int32),
-    )
-
-
-def wrong_version(piece: AnswerPiece, version: int) -> str:
-    """Return what is wrong with the versions that the server reports for the tokens, or an empty string."""
-    found = sorted({span.version for span in piece.spans or []})
-    if found in ([], [str(version)]):
-        return ""
-    return f"the server drew under version {', '.join(found)} what was asked of version {version}"
-
-
-def _together(sampling: Sampling) -> bool:
-    """Return whether `min_p` is combined with another truncation. Greedy sampling truncates nothing."""
-    return sampling.temperature > 0 and sampling.min_p > 0 and (sampling.top_k > 0 or sampling.top_p < 1)

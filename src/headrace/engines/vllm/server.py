@@ -28,6 +28,7 @@ EXTENSION = "headrace_vllm_plugin.worker.HeadraceWorker"
 TRANSFER = '{"backend": "headrace"}'
 NOISE = "headrace_vllm_plugin.noise:PositionNoise"
 KEPT = "--return-sampling-mask"
+EXPERTS = "--enable-return-routed-experts"
 KEY_VARIABLE = "VLLM_API_KEY"
 HOST = "127.0.0.1"
 MODEL_NAME = "policy"
@@ -85,6 +86,8 @@ class VllmServer:
     rank: int = 0
     record_kept: bool = False
     """Whether the server must say which tokens truncation kept."""
+    record_experts: bool = False
+    """Whether the server must say which experts produced each token."""
     budget: Budget | None = None
     """The GPU memory of the server; None leaves it to vLLM."""
     url: str = field(default="", init=False)
@@ -150,6 +153,8 @@ class VllmServer:
             command += ["--stream-interval", str(TOKENS_PER_MESSAGE)]
         if self.record_kept:
             command += [KEPT]
+        if self.record_experts:
+            command += [EXPERTS]
         if config.gpus_per_engine > 1:
             command += ["--tensor-parallel-size", str(config.gpus_per_engine)]
         if self.budget is not None:
