@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 
 from headrace.delivery.copying import copy_all
 from headrace.errors import DeliveryError
-from headrace_vllm_plugin.layout import compare, visible
+from headrace_vllm_plugin.layout import Pair, compare, visible
 from headrace_vllm_plugin.weights import Pristine, WorkerStaging
 from headrace_vllm_plugin.wire import Live
 
@@ -54,6 +54,8 @@ class HeadraceTransfer(WeightTransferEngine):  # type: ignore[misc]
         """The names of all tensors of the last version, if it was found in the live weights and nothing is derived."""
         self._direct = False
         """Whether the update under way is copied directly."""
+        self._pairs: list[Pair] = []
+        """The pairs of live and loaded tensors of an update that was copied directly."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Do nothing: transports connect when a version is staged."""
@@ -85,11 +87,11 @@ class HeadraceTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def _copy(self) -> None:
         seen, self._seen = self._seen, set()
-        pairs = {pair.name: pair for pair in visible(self.model, self.loaded)}
-        if not pairs.keys() == seen == self.loaded.keys():
+        self._pairs = list(visible(self.model, self.loaded))
+        live = {pair.name: pair.live for pair in self._pairs}
+        if not live.keys() == seen == self.loaded.keys():
             raise DeliveryError("the version has other tensors than the one before")
-        live = {name: pair.live for name, pair in pairs.items()}
-        copy_all(live, {name: pair.loaded for name, pair in pairs.items()}, threads=1)
+        copy_all(live, {pair.name: pair.loaded for pair in self._pairs}, threads=1)
 
     def _derives(self) -> bool:
         """Return whether vLLM may compute with something other than the visible weights."""
@@ -145,11 +147,12 @@ class HeadraceTransfer(WeightTransferEngine):  # type: ignore[misc]
             self.staging.check()
         except DeliveryError as changed:
             error = str(changed)
-        found = compare(self.model, self.loaded, self.staging.digest, self.staging.taken_digest)
+        pairs = self._pairs or list(visible(self.model, self.loaded))
+        found = compare(pairs, self.loaded, self.staging.digest, self.staging.taken_digest)
         found.missing, found.error = self.missing, error
         if not (found.hidden or found.wrong or found.missing or found.error or self._derives()):
             self._seen = set(self.loaded)
-        self.loaded = {}
+        self.loaded, self._pairs = {}, []
         return found
 
     def shutdown(self) -> None:

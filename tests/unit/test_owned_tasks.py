@@ -52,6 +52,7 @@ OWNERS = {
     "headrace/engines/serving.py:RemoteEngine._spawn": "`Hub.failed` raises its error, which ends the run.",
     "headrace/engines/vllm/client.py:Delivery.swap": "The proof names the failure; both tasks end with the call.",
     "headrace/engines/vllm/engine.py:VllmEngine._pump": "All open requests fail with the reason.",
+    "headrace/engines/vllm/engine.py:VllmEngine._recall": "The next call of `_paused` raises it.",
     "headrace/engines/vllm/engine.py:VllmEngine._withdraw": "All open requests fail with the reason.",
     "headrace/gateway/agent_main.py:main": "Its question is answered with an error.",
     "headrace/gateway/completions.py:Completions": FUTURES,

@@ -23,7 +23,7 @@ from headrace.errors import DeliveryError
 from headrace.models.loading import named_weights
 from headrace.training.lora import TrainedAdapter
 from headrace_vllm_plugin.guard import Guard
-from headrace_vllm_plugin.layout import compare
+from headrace_vllm_plugin.layout import compare, visible
 from headrace_vllm_plugin.weights import Pristine, WorkerStaging
 from headrace_vllm_plugin.wire import FetchOrder, Live, StagingState
 
@@ -62,7 +62,9 @@ class Served(torch.nn.Module):
 
 
 def compared(model: torch.nn.Module, loaded: dict[str, torch.Tensor]) -> Live:
-    return compare(model, loaded, lambda tensors: digest(tensors.items()), digest(loaded.items()))
+    return compare(
+        list(visible(model, loaded)), loaded, lambda tensors: digest(tensors.items()), digest(loaded.items())
+    )
 
 
 def test_fused_and_padded_weights_are_digested_under_their_own_names() -> None:

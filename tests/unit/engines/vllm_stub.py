@@ -40,6 +40,8 @@ class Stub:
         self.under_way = 0
         """Streams that have sent a token and not their last."""
         self.running: dict[str, asyncio.Event] = {}
+        self.begun: set[str] = set()
+        """The running streams that have sent a token."""
         self.calls: list[str] = []
         self.prompts: list[list[int]] = []
         self.salts: list[str] = []
@@ -129,7 +131,8 @@ class Stub:
             return {"version": 0, "error": ""}
         if method == "headrace_staged":
             return {"version": 0, "done": True, "error": self.staging_error, "digest": 5, "seconds": 0.0}
-        assert method == "headrace_load" and self.paused and not self.under_way, "nothing runs meanwhile"
+        assert method == "headrace_load" and self.paused, "nothing is drawn meanwhile"
+        assert all(self.running[each].is_set() for each in self.begun), "what was drawn before has ended"
         return {"visible": 0, "hidden": 1, "digest": 0, "wrong": [], "missing": []}
 
     def experts(self, body: Any, sent: int) -> str:
@@ -164,6 +167,8 @@ class Stub:
                 tokens = [] if finish or self.paused or self.stuck else [(len(body["token_ids"]) + sent) % 50]
                 self.under_way += bool(tokens) and not sent
                 sent += len(tokens)
+                if tokens:
+                    self.begun.add(request_id)
                 if sent == body["sampling_params"]["max_tokens"]:
                     finish = "length"
                 if tokens or finish:
@@ -177,6 +182,7 @@ class Stub:
             writer.write(b"0\r\n\r\n")
         finally:
             self.under_way -= bool(sent)
+            self.begun.discard(request_id)
             del self.running[request_id]
 
 

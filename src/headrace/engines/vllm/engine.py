@@ -49,9 +49,9 @@ GRACE_SECONDS = 0.5
 handed out are drawn again."""
 SETTLE_SECONDS = 0.05
 """The same once new weights are loaded, while the server waits to decode again."""
-EARLY_STREAMS = 4
-"""The number of requests that are sent while weights load. More of them would keep the server's event loop busy just
-when it should resume decoding and answer the canary."""
+EARLY_STREAMS = 2
+"""The number of requests that are sent while weights load. More of them would keep the server's event loop and its
+first step busy just when it should answer the canary."""
 RETRIES = 4
 """A request fails if more than this many streams break in a row without a token between them."""
 BACKOFF_SECONDS = 0.1
@@ -158,6 +158,12 @@ class VllmEngine(StreamedEngine):
         """Set while a swap is due: requests with a higher order number than this do not start."""
         self._allowance: int | None = None
         """The number of streams that may still open before the loaded version is proved; None without a limit."""
+        self._recalled: set[VllmSequence] = set()
+        """The requests that the last pause ends, and nothing else."""
+        self._ended = asyncio.Event()
+        """Set when the last pause has ended a request."""
+        self._pausing: asyncio.Task[None] | None = None
+        """The call that pauses the server, until its answer was taken."""
         self._loading = asyncio.Lock()
         self._closed = ""
         self._changed = asyncio.Event()
@@ -181,6 +187,7 @@ class VllmEngine(StreamedEngine):
         running = [one for one in self._running.values() if chosen is None or one.request.id in chosen]
         for sequence in running:
             sequence.cut = "abort"
+        self._recalled.difference_update(running)
         if running:
             grace = GRACE_SECONDS
             try:
@@ -340,6 +347,8 @@ class VllmEngine(StreamedEngine):
         pieces = self._with_experts(sequence, stream) if self._expert_layers else stream
         try:
             async for piece in pieces:
+                if piece.finish == "abort" and sequence in self._recalled:
+                    self._ended.set()
                 if wrong := wrong_version(piece, version):
                     self._finish(sequence, "failed", f"request {sequence.request.id}: {wrong}")
                     return
@@ -397,6 +406,7 @@ class VllmEngine(StreamedEngine):
             # A request that the server received during the pause was not ended by it. It would be drawn under the new
             # weights, and the server says so only at its end. Its connection is closed before the scheduler resumes.
             await self._end(recalled, SETTLE_SECONDS)
+            await self._paused()
 
         proof = None
         try:
@@ -418,6 +428,7 @@ class VllmEngine(StreamedEngine):
         running = list(self._running.values())
         try:
             await self._recall("recall")
+            await self._paused()
             await self._client.resume()
         except ChannelError:
             pass  # The server is lost, and so are its streams.
@@ -450,15 +461,35 @@ class VllmEngine(StreamedEngine):
         return ""
 
     async def _recall(self, cut: Cut) -> None:
-        """Pause the server's scheduler and end every request there. The streams end when their last messages come."""
+        """Pause the server's scheduler and end every request there. The streams end when their last messages come.
+
+        The first of these messages shows that the scheduler is paused, so nothing more is waited for here.
+        """
+        await self._paused()
         running = list(self._running.values())
+        self._recalled = {sequence for sequence in running if not sequence.cut}
         for sequence in running:
             sequence.cut = sequence.cut or cut
+        self._ended.clear()
+        self._pausing = asyncio.create_task(self._client.pause("abort"), name=f"{self.name} pause")
+        self._pausing.add_done_callback(lambda task: task.cancelled() or task.exception())  # `_paused` raises it.
+        ended = asyncio.create_task(self._ended.wait(), name=f"{self.name} recall")
         try:
-            await self._client.pause("abort")
+            await asyncio.wait({self._pausing, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if self._pausing.done():
+                await self._pausing
         except (ChannelError, asyncio.CancelledError):
+            self._pausing.cancel()
             await self._end(running, 0.0)
             raise
+        finally:
+            ended.cancel()
+
+    async def _paused(self) -> None:
+        """Wait for the server's answer to the pause, which comes some time after the pause has begun."""
+        pausing, self._pausing = self._pausing, None
+        if pausing is not None:
+            await pausing
 
     async def _end(self, sequences: list[VllmSequence], grace: float) -> None:
         """Wait until these streams have ended. After `grace` seconds, close the connections of the others."""
