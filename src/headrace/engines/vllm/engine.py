@@ -194,7 +194,7 @@ class VllmEngine(StreamedEngine):
                 await self._client.abort([one.server_id for one in running])
             except ChannelError:
                 grace = 0.0  # Closing their connections also ends these requests.
-            await self._end(running, grace)
+            await self._end([one.task for one in running if one.task is not None], grace)
 
     async def fork(self, request_id: str, at: int, n: int) -> list[Request]:
         """Raise `UserError`, because vLLM cannot fork a request."""
@@ -241,12 +241,12 @@ class VllmEngine(StreamedEngine):
         if self._closed:
             return
         self._closed = reason = f"engine {self.name} was closed"
-        running = list(self._running.values())
+        streams = self._streams()
         for sequence in self._waiting:
             self._finish(sequence, "failed", reason)
         self._waiting = []
         try:
-            await self._end(running, 0.0)
+            await self._end(streams, 0.0)
         finally:
             await self._client.close()
         self.lost(reason)
@@ -396,7 +396,7 @@ class VllmEngine(StreamedEngine):
     async def _swap(self, manifest: Manifest) -> Proof:
         """Load and prove a version, and let requests begin meanwhile. What they draw before the proof is held back."""
         # The last messages of recalled streams may still be on their way. A request begins again when it is there.
-        recalled = list(self._running.values())
+        recalled = self._streams()
 
         def begin() -> None:
             self._unproved, self._admitted, self._allowance = manifest.version, None, EARLY_STREAMS
@@ -425,14 +425,14 @@ class VllmEngine(StreamedEngine):
         self._admitted = -1
         # The prefix cache holds keys and values of these weights, and the same version may come again.
         self._salt = secrets.token_hex(16)
-        running = list(self._running.values())
+        streams = self._streams()
         try:
             await self._recall("recall")
             await self._paused()
             await self._client.resume()
         except ChannelError:
             pass  # The server is lost, and so are its streams.
-        await self._end(running, GRACE_SECONDS)
+        await self._end(streams, GRACE_SECONDS)
         for sequence in list(self._held):
             self._drop_held(sequence)
             if sequence.finished and sequence.request.id in self._open:
@@ -466,7 +466,7 @@ class VllmEngine(StreamedEngine):
         The first of these messages shows that the scheduler is paused, so nothing more is waited for here.
         """
         await self._paused()
-        running = list(self._running.values())
+        running, streams = list(self._running.values()), self._streams()
         self._recalled = {sequence for sequence in running if not sequence.cut}
         for sequence in running:
             sequence.cut = sequence.cut or cut
@@ -480,7 +480,7 @@ class VllmEngine(StreamedEngine):
                 await self._pausing
         except (ChannelError, asyncio.CancelledError):
             self._pausing.cancel()
-            await self._end(running, 0.0)
+            await self._end(streams, 0.0)
             raise
         finally:
             ended.cancel()
@@ -491,9 +491,13 @@ class VllmEngine(StreamedEngine):
         if pausing is not None:
             await pausing
 
-    async def _end(self, sequences: list[VllmSequence], grace: float) -> None:
+    def _streams(self) -> list[asyncio.Task[None]]:
+        """Return the streams that are open now. A sequence that is recalled may open another one."""
+        return [sequence.task for sequence in self._running.values() if sequence.task is not None]
+
+    async def _end(self, streams: Sequence[asyncio.Task[None]], grace: float) -> None:
         """Wait until these streams have ended. After `grace` seconds, close the connections of the others."""
-        tasks = [one.task for one in sequences if one.task is not None and not one.task.done()]
+        tasks = [task for task in streams if not task.done()]
         if not tasks:
             return
         _, open_tasks = await asyncio.wait(tasks, timeout=grace)
