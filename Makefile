@@ -124,8 +124,9 @@ $(TRACKERS_STAMP): pyproject.toml | $(STAMP)
 # Several hosts of network namespaces on this machine, with a real Ray cluster on them. Needs root, on Linux.
 cluster: $(RAY_STAMP)
 	command -v ip || (apt-get update && apt-get install --yes iproute2)
-	# Three at a time on two cores: these tests wait more than they compute.
-	$(THREADS) $(BIN)/pytest -m cluster $(PARALLEL) --numprocesses 3 tests/cluster
+	# Three files at a time on two cores, because these tests also wait; the longest first.
+	$(THREADS) $(BIN)/pytest -m cluster $(PARALLEL) --numprocesses 3 \
+		$(patsubst %,tests/cluster/test_%.py,pools failing_hosts elastic_pool sbatch) tests/cluster
 
 $(RAY_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[ray]"
