@@ -121,12 +121,14 @@ $(TRACKERS_STAMP): pyproject.toml | $(STAMP)
 	$(BIN)/python $(PURELIB) > $$($(TRACKERS_VENV)/bin/python $(PURELIB))/behind.pth
 	touch $(TRACKERS_STAMP)
 
+LONG_ON_HOSTS := $(patsubst %,tests/cluster/test_%.py,pools failing_hosts elastic_pool sbatch)
+
 # Several hosts of network namespaces on this machine, with a real Ray cluster on them. Needs root, on Linux.
 cluster: $(RAY_STAMP)
 	command -v ip || (apt-get update && apt-get install --yes iproute2)
 	# Three files at a time on two cores, because these tests also wait; the longest first.
 	$(THREADS) $(BIN)/pytest -m cluster $(PARALLEL) --numprocesses 3 \
-		$(patsubst %,tests/cluster/test_%.py,pools failing_hosts elastic_pool sbatch) tests/cluster
+		$(LONG_ON_HOSTS) $(filter-out $(LONG_ON_HOSTS),$(sort $(wildcard tests/cluster/test_*.py)))
 
 $(RAY_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[ray]"
