@@ -126,8 +126,8 @@ LONG_ON_HOSTS := $(patsubst %,tests/cluster/test_%.py,pools failing_hosts elasti
 # Several hosts of network namespaces on this machine, with a real Ray cluster on them. Needs root, on Linux.
 cluster: $(RAY_STAMP)
 	command -v ip || (apt-get update && apt-get install --yes iproute2)
-	# Three files at a time on two cores, because these tests also wait; the longest first.
-	$(THREADS) $(BIN)/pytest -m cluster $(PARALLEL) --numprocesses 3 \
+	# The longest files first: then both cores have work until the end.
+	$(THREADS) $(BIN)/pytest -m cluster $(PARALLEL) \
 		$(LONG_ON_HOSTS) $(filter-out $(LONG_ON_HOSTS),$(sort $(wildcard tests/cluster/test_*.py)))
 
 $(RAY_STAMP): $(STAMP)
