@@ -66,6 +66,7 @@ class HeadraceTransfer(WeightTransferEngine):  # type: ignore[misc]
         if not state.done or state.error or state.version < 0:
             raise DeliveryError(f"no version is staged: {state.error or 'the last one is under way'}")
         self._direct = bool(self._seen)
+        self._pairs = []  # A copy that failed leaves its pairs behind.
         if self._direct:
             return
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload

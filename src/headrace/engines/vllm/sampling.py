@@ -26,6 +26,8 @@ def joined(pieces: Sequence[AnswerPiece], layers: Sequence[int]) -> AnswerPiece:
     """Join all pieces of a stream. The last one has the experts of all layers, of which these layers are kept."""
     last = pieces[-1]
     token_ids = [token for piece in pieces for token in piece.token_ids]
+    if last.experts is not None and last.experts.shape[1] <= max(layers):
+        raise ChannelError(f"a server sent the experts of {last.experts.shape[1]} layers, not of layer {max(layers)}")
     experts = None if last.experts is None else last.experts[:, list(layers)]
     rows = 0 if experts is None else len(experts)
     if rows < len(token_ids):
