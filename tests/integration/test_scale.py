@@ -118,7 +118,9 @@ def check_first_tokens(run_dir: Path, engine: str, current: int) -> None:
     ((proof, version),) = rows(
         run_dir, f"SELECT time, version FROM deliveries WHERE accepted AND engine = '{engine}' ORDER BY rowid LIMIT 1"
     )
-    ((drawn,),) = rows(run_dir, f"SELECT min(ended) FROM activity WHERE process = '{engine}' AND generated_tokens > 0")
+    first = f"SELECT ended FROM activity WHERE process = '{engine}' AND generated_tokens > 0 ORDER BY ended LIMIT 1"
+    until("its first tokens", lambda: rows(run_dir, first))
+    ((drawn,),) = rows(run_dir, first)
     assert drawn > proof, f"{engine} has drawn tokens before it proved version {version}"
     assert version >= current, f"{engine} joined with version {version}, which was old"
 

@@ -7,7 +7,6 @@ The same on real vLLM servers is in `tests/vllm_server/test_fleet.py`.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sqlite3
 import subprocess
@@ -44,6 +43,14 @@ class StubProcess:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait(60)
+
+    def stick(self) -> bool:
+        """Stop drawing in the midst of requests. Return whether there were any; without them it draws on."""
+        self.process.send_signal(signal.SIGUSR1)
+        if self.ask()["under_way"]:
+            return True
+        self.process.send_signal(signal.SIGUSR2)
+        return False
 
     def ask(self) -> dict[str, Any]:
         request = urllib.request.Request(f"{self.url}/prompts", headers={"Content-Length": "0"})
@@ -121,7 +128,7 @@ def test_a_server_that_dies_and_is_started_again_rejoins(
 ) -> None:
     run_dir = tmp_path / "run"
     until("training", lambda: steps(run_dir) >= 2 and proved(run_dir, "engine-0"))
-    until("work", lambda: stubs[0].ask()["under_way"])
+    until("work", stubs[0].stick)
     stubs[0].kill()
     until("its loss", lambda: rows(run_dir, "SELECT 1 FROM restarts WHERE process = 'engine-0'"))
     before, lost_at = steps(run_dir), proved(run_dir, "engine-0")
@@ -153,8 +160,7 @@ def test_a_server_that_answers_and_makes_no_progress_is_as_good_as_dead(
 ) -> None:
     run_dir = tmp_path / "run"
     until("training", lambda: steps(run_dir) >= 2 and proved(run_dir, "engine-0"))
-    until("work", lambda: stubs[0].ask()["under_way"])
-    os.kill(stubs[0].process.pid, signal.SIGUSR1)
+    until("work", stubs[0].stick)
     until("its loss", lambda: rows(run_dir, "SELECT 1 FROM restarts WHERE process = 'engine-0'"))
     before = steps(run_dir)
     until("steps without it", lambda: steps(run_dir) >= before + 2)
@@ -193,10 +199,11 @@ def test_servers_are_added_and_removed_while_the_run_is_live(
         assert scale("--add", third.url) == (0, "engines 2 -> 3")
         until("its proof", lambda: len(proved(run_dir, "engine-2")) >= 2)
         until("its work", lambda: third.ask()["under_way"])
-        until("work", lambda: stubs[0].ask()["under_way"])
+        until("work", stubs[0].stick)
         known = sum(len(stub.ask()["prompts"]) for stub in (stubs[1], third))
         assert scale("--remove", stubs[0].url) == (0, "engines 3 -> 2")
         until("its end", lambda: "engine-0" not in worker_pids(run_dir))
+        stubs[0].process.send_signal(signal.SIGUSR2)
         before = steps(run_dir)
         until("steps without it", lambda: steps(run_dir) >= before + 2)
         left_at = proved(run_dir, "engine-0")

@@ -1,7 +1,7 @@
 """A server that speaks vLLM's protocol over a real socket and computes nothing: token n of a sequence is n mod 50.
 
 As a process of its own, `python vllm_stub.py PORT SECONDS_A_TOKEN`; SIGUSR1 makes it draw no more tokens while it
-answers everything else.
+answers everything else, and SIGUSR2 makes it draw again.
 """
 
 from __future__ import annotations
@@ -220,7 +220,9 @@ async def serving(stub: Stub, port: int = 0) -> AsyncIterator[Stub]:
 async def main(port: int, step_seconds: float) -> None:
     stub = Stub()
     stub.step_seconds = step_seconds
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, setattr, stub, "stuck", True)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR1, setattr, stub, "stuck", True)
+    loop.add_signal_handler(signal.SIGUSR2, setattr, stub, "stuck", False)
     async with serving(stub, port):
         await asyncio.Event().wait()
 
