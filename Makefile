@@ -127,7 +127,7 @@ LONG_ON_HOSTS := $(patsubst %,tests/cluster/test_%.py,pools failing_hosts elasti
 cluster: $(RAY_STAMP)
 	command -v ip || (apt-get update && apt-get install --yes iproute2)
 	# The longest files first: then both cores have work until the end.
-	$(THREADS) $(BIN)/pytest -m cluster $(PARALLEL) \
+	$(THREADS) $(BIN)/pytest -m cluster $(PARALLEL) --durations 12 \
 		$(LONG_ON_HOSTS) $(filter-out $(LONG_ON_HOSTS),$(sort $(wildcard tests/cluster/test_*.py)))
 
 $(RAY_STAMP): $(STAMP)

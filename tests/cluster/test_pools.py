@@ -13,7 +13,7 @@ __all__ = ["cluster", "hosts", "runs"]
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
-VERSIONS = 100
+VERSIONS = 60
 """Fewer than those of the quickstart, for time. They are enough for it to learn."""
 
 
