@@ -45,7 +45,7 @@ class StubProcess:
         self.process.wait(60)
 
     def stick(self) -> bool:
-        """Stop drawing in the midst of requests. Return whether there were any; without them it draws on."""
+        """Draw no more tokens if requests are under way. Return whether there are any."""
         self.process.send_signal(signal.SIGUSR1)
         if self.ask()["under_way"]:
             return True

@@ -13,7 +13,7 @@ from headrace.engines.base import Request, Sampling
 from headrace.engines.requests import first_stop
 from headrace.engines.vllm.client import AnswerPiece, VersionSpan
 from headrace.engines.vllm.engine import VllmSequence
-from headrace.engines.vllm.sampling import refusal, sampling_params, wrong_version
+from headrace.engines.vllm.sampling import joined, refusal, sampling_params, wrong_version
 from headrace.errors import ChannelError
 
 TOKENS = st.lists(st.integers(0, 3), max_size=12)
@@ -186,3 +186,16 @@ def test_tokens_of_another_version_are_noticed() -> None:
     assert wrong_version(piece("4"), 4) == "" == wrong_version(piece(), 4)
     assert "under version 3, 4 what was asked of version 4" in wrong_version(piece("3", "4"), 4)
     assert "under version default" in wrong_version(piece("default"), 4)
+
+
+def test_experts_of_a_layer_that_the_server_left_out_are_one_line() -> None:
+    experts = np.arange(12, dtype=np.int16).reshape(2, 3, 2)
+    pieces = [
+        AnswerPiece(token_ids=[5], logprobs=[-0.1]),
+        AnswerPiece(token_ids=[6], logprobs=[-0.2], finish="length", experts=experts),
+    ]
+    whole = joined(pieces, [0, 2])
+    assert whole.token_ids == [5, 6] and whole.logprobs == [-0.1, -0.2] and whole.finish == "length"
+    assert whole.experts is not None and (whole.experts == experts[:, [0, 2]]).all()
+    with pytest.raises(ChannelError, match=r"^a server sent the experts of 3 layers, not of layer 3$"):
+        joined(pieces, [0, 3])
