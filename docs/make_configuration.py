@@ -1,7 +1,8 @@
 """Write docs/configuration.md: every TOML key with its type, default, range and meaning.
 
-The source of all of it is `src/headrace/config/schema.py`: types, ranges and defaults as msgspec reads them, meanings
-from the text below each field. `tests/unit/test_docs.py` fails when the committed page is out of date.
+The source of all of it is `src/headrace/config/schema.py`, and the files that it imports sections from: types, ranges
+and defaults as msgspec reads them, meanings from the text below each field. `tests/unit/test_docs.py` fails when the
+committed page is out of date.
 
     python docs/make_configuration.py
 """
@@ -20,7 +21,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect as kinds
 
-from headrace.config import schema
+from headrace.config import schema, scorers
 from headrace.config.load import NAMES, POLICY_SECTIONS
 from headrace.config.schema import Names
 
@@ -128,7 +129,7 @@ def main() -> None:
 
 def render() -> str:
     """The whole page."""
-    notes = field_notes(inspect.getsource(schema))
+    notes = field_notes(inspect.getsource(schema)) | field_notes(inspect.getsource(scorers))
     parts = [HEAD]
     for name, kind in sections():
         title, text = _title(name, kind)
@@ -149,9 +150,14 @@ def sections() -> Iterator[tuple[str, type[msgspec.Struct]]]:
                 continue
             if isinstance(kind, kinds.StructType) and kind.cls is schema.MixtureConfig:
                 continue
-            entry = kind.value_type if isinstance(kind, kinds.DictType) else kind
-            assert isinstance(entry, kinds.StructType)
-            yield field.name if entry is kind else f"{field.name}.NAME", entry.cls
+            if isinstance(kind, kinds.DictType):
+                inner = kind.value_type
+                for entry in inner.types if isinstance(inner, kinds.UnionType) else (inner,):
+                    assert isinstance(entry, kinds.StructType)
+                    yield f"{field.name}.NAME", entry.cls
+                continue
+            assert isinstance(kind, kinds.StructType)
+            yield field.name, kind.cls
 
 
 def field_notes(source: str) -> dict[str, dict[str, str]]:

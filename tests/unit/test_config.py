@@ -11,8 +11,8 @@ from headrace.config import (
     Config,
     DatasetTaskConfig,
     EnvironmentTaskConfig,
+    FunctionScorerConfig,
     GymTaskConfig,
-    ScorerConfig,
     dump_config,
     load_config,
     make_config,
@@ -102,7 +102,7 @@ def test_keys_are_pinned() -> None:
     pinned = {
         AgentTaskConfig: AGENT_KEYS, DatasetTaskConfig: DATASET_KEYS,
         EnvironmentTaskConfig: ENVIRONMENT_KEYS, GymTaskConfig: GYM_KEYS,
-        ScorerConfig: SCORER_KEYS,
+        FunctionScorerConfig: SCORER_KEYS,
     }  # fmt: skip
     assert {kind: set(kind.__struct_fields__) for kind in pinned} == pinned
     assert set(POLICY_SECTIONS) == POLICY_KEYS

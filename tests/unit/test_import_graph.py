@@ -88,7 +88,7 @@ ARROWS = {
         "training.lora",
     },
     "rollouts": {"engines.base", "scoring.base", "tasks.base"},
-    "scoring": set(),
+    "scoring": {"engines.base", "engines.serving"},
     "tasks": set(),
     "training": {
         "algorithms.losses",

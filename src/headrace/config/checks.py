@@ -28,10 +28,10 @@ from headrace.config.schema import (
     LoraConfig,
     PromptsSection,
     RolloutsConfig,
-    ScorerConfig,
     is_reference,
     names_of,
 )
+from headrace.config.scorers import ScorerConfig
 from headrace.errors import ConfigError, UserError, one_line
 
 REFERENCES = "or module:attribute, or file.py:attribute"

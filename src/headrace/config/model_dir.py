@@ -81,6 +81,12 @@ def check_model_dir(path: Path, weights: str, *, tokenizer: bool = False, key: s
     return config
 
 
+def weights_stamp(path: Path) -> str:
+    """Return a text that differs when the files of a model's weights were replaced by others."""
+    files = sorted(path.glob("*.safetensors"))
+    return " ".join(f"{file.name}:{file.stat().st_size}:{file.stat().st_mtime_ns}" for file in files)
+
+
 def check_teacher(path: Path, model: Path, weights: str = "load") -> None:
     """Raise `ModelError` unless the teacher's directory is complete and the teacher knows the model's tokens.
 

@@ -17,7 +17,7 @@ HUB_KEYS = {("model", "path"), ("algorithm", "teacher"), ("task", "path"), ("tas
 """Keys that hold a path or a name on the hub."""
 WRITTEN = {("training", "checkpoint_directory"), ("delivery", "directory")}
 """Keys of directories that a run writes to. A URL stays as it is."""
-FREE = {"config", "system", "suffix", "arguments", "command", "stop", "fields", "hosts", "urls"}
+FREE = {"config", "system", "suffix", "arguments", "command", "stop", "fields", "hosts", "urls", "url", "pattern"}
 """Keys whose values are the user's own words. They are never taken for a path."""
 _FILE_REFERENCE = re.compile(r"(?P<file>[^\n]*\.py):(?P<attribute>[A-Za-z_][\w.]*)")
 
@@ -53,6 +53,11 @@ def _inside(value: Any, place: tuple[str, ...], base: Path, sections: Mapping[st
     if place in WRITTEN:
         return value if is_url(value) else _joined(value, Path.cwd())
     if place == ("model", "chat_template"):
+        return value if is_template(value) else _joined(value, base)
+    if place[0] == "scorers" and place[2:] == ("model",):
+        pinned = isinstance(values := sections["scorers"][place[1]], Mapping) and values.get("revision")
+        return _model_or_data(value, base, named=bool(pinned))
+    if place[0] == "scorers" and place[2:] == ("template",):
         return value if is_template(value) else _joined(value, base)
     if place == ("engine", "python"):
         return _joined(value, base) if "/" in value else value

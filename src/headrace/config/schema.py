@@ -6,42 +6,36 @@ because adding a key is a feature and renaming a key breaks every user.
 
 import pkgutil
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, field
+from msgspec.structs import replace
 
+from headrace.config.base import (
+    PROCESSES as PROCESSES,
+)
+from headrace.config.base import (
+    BelowOne,
+    Fraction,
+    Gpus,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Processes,
+    Section,
+    Share,
+)
+from headrace.config.base import Names as Names
+from headrace.config.base import is_reference as is_reference
+from headrace.config.base import names_of as names_of
+from headrace.config.scorers import ModelScorerSection, ScorerConfig
 from headrace.types import POLICY, TASK
-
-
-class Names(tuple[str, ...]):
-    """The names that a key takes: `kind: Annotated[str, Names(("embedded", "vllm"))]`.
-
-    A reference to the user's code, `module:attribute` or `path/to/file.py:attribute`, is allowed too. Only its form is
-    checked here; the stage that the key belongs to imports it.
-    """
-
-
-Positive = Annotated[int, Meta(ge=1)]
-PROCESSES = 4096
-"""The most processes of one role."""
-Processes = Annotated[int, Meta(ge=1, le=PROCESSES)]
-NonNegative = Annotated[int, Meta(ge=0)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
-NonNegativeFloat = Annotated[float, Meta(ge=0)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
-Share = Annotated[float, Meta(gt=0, le=1)]
-BelowOne = Annotated[float, Meta(ge=0, lt=1)]
-Gpus = NonNegative | str | list[NonNegative]
-"""A number of GPUs, a list of their indices, or a text: `"auto"`, `"0-5,7"`, `"host:0-3"`."""
 
 POLICY_LOSSES = Path(__file__).parents[1] / "algorithms" / "losses" / "policy"
 """The folder of the built-in losses. Its modules are listed, not imported, because they need torch."""
 
 LOSSES = Names(module.name for module in pkgutil.iter_modules([str(POLICY_LOSSES)]))
-
-
-class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The base class of every section. A key that is not declared is an error."""
 
 
 class RunConfig(Section, frozen=True):
@@ -317,17 +311,6 @@ class ScoringConfig(Section, frozen=True):
     """A reward worker is replaced by a fresh one after this many judgements, or when its memory has grown by 1 GiB."""
     shuffle: bool = False
     """Control experiment: give every rollout the reward of another rollout of the same batch, chosen at random."""
-
-
-class ScorerConfig(Section, frozen=True):
-    """[scorers.NAME]: a scorer that judges rollouts. Without any, the task's own reward is the only scorer."""
-
-    scorer: str
-    """The scorer: `module:attribute`, or `path/to/file.py:attribute`."""
-    weight: float = 1.0
-    """The weight of this scorer's values in a rollout's reward."""
-    config: dict[str, Any] = {}
-    """The arguments of the scorer."""
 
 
 class BufferConfig(Section, frozen=True):
@@ -708,14 +691,24 @@ class Config(Section, frozen=True):
             return {f"tasks.{name}": task for name, task in self.task.tasks.items()}
         return {"task": self.task}
 
+    @property
+    def scorer_models(self) -> dict[str, ModelScorerSection]:
+        """The sections of the models that score in worker processes of their own. `scorer-0` is that of the first."""
+        sections = {f"scorers.{name}": section for name, section in self.scorers.items()}
+        return {name: one for name, one in sections.items() if isinstance(one, ModelScorerSection) and one.model}
 
-def names_of(section: type[Struct], key: str) -> Names | None:
-    """Return the names that this key of a section takes beside a reference; None for a key of another type."""
-    hint = get_type_hints(section, include_extras=True)[key]
-    return next((each for each in get_args(hint) if isinstance(each, Names)), None)
 
-
-def is_reference(value: str) -> bool:
-    """Return whether a value has the form of a reference to the user's code."""
-    where, _, attribute = value.rpartition(":")
-    return bool(where.strip() and attribute.strip())
+def as_engine(config: Config, scorer: ModelScorerSection) -> Config:
+    """Return the configuration under which an engine of ours serves the model of a scorer."""
+    return replace(
+        config,
+        model=ModelConfig(path=scorer.model, revision=scorer.revision, dtype=scorer.dtype),
+        engine=EngineConfig(
+            device="cuda" if scorer.gpus else "cpu",
+            memory_fraction=scorer.memory_fraction,
+            threads=scorer.threads,
+            slots=scorer.slots,
+            max_length=scorer.max_length,
+        ),
+        lora=None,
+    )

@@ -190,8 +190,11 @@ class Controller:
 
     def _handle(self, event: Event, tasks: asyncio.TaskGroup) -> None:
         """Handle one event. `recovery` describes what follows the death and the return of a process."""
-        gateway = self.parts.gateway
+        gateway, scorers = self.parts.gateway, self.parts.scoring.processes
         match event:
+            case Heard(process, message) if process in scorers and not isinstance(message, Heartbeat):
+                scorers[process].hear(message)
+                self.waits.moved()
             case Heard(engine, Deltas() as tokens):
                 if engine in self.parts.remote:  # It may have left meanwhile.
                     self.parts.remote[engine].deliver(tokens.deltas)
@@ -222,6 +225,8 @@ class Controller:
                     self.recovery.trainer_died()
                 elif gateway is not None and death.peer == gateway.name:
                     self.recovery.gateway_died(gateway, death)
+                elif death.peer in scorers:
+                    self.recovery.scorer_died(scorers[death.peer], death)
                 elif any(engine.name == death.peer for engine in self.parts.pool.engines):
                     self.recovery.engine_died(death)
                 self.recorder.note(f"{death}; it is started again" if restarts else str(death))
@@ -235,6 +240,8 @@ class Controller:
                     tasks.create_task(returning, name=f"bring back {process}")
                 elif gateway is not None and process == gateway.name:
                     tasks.create_task(self.recovery.gateway_returned(gateway), name=f"bring back {process}")
+                elif process in scorers:
+                    self.recovery.scorer_returned(scorers[process])
                 else:
                     self.recovery.engine_returned(process)
 

@@ -5,6 +5,7 @@ Functions that the controller uses (an advantage, a launcher, trackers) are impo
 transport or an engine, which only workers use and which may need torch, are found or read but not run.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,17 +18,20 @@ from headrace.config import (
     Config,
     DatasetTaskConfig,
     EnvironmentTaskConfig,
+    FunctionScorerConfig,
     GymTaskConfig,
+    JudgeConfig,
     MixtureConfig,
     ScorerConfig,
     TaskConfig,
 )
 from headrace.config.checks import check_references, check_transport, in_section
 from headrace.config.declared import loss_facts, transport_facts
-from headrace.config.hub import fetched_dataset, model_dir, parse_name, teacher_dir
+from headrace.config.hub import fetched_dataset, find_model, model_dir, parse_name, teacher_dir, template_text
 from headrace.config.memory import longest_sequence
-from headrace.config.model_dir import check_model_dir, check_teacher, model_facts
+from headrace.config.model_dir import check_model_dir, check_teacher, model_facts, weights_stamp
 from headrace.config.schema import RolloutsConfig, is_reference
+from headrace.config.scorers import ModelScorerSection
 from headrace.errors import ConfigError
 from headrace.gateway.agent_main import AgentSetup
 from headrace.gateway.agents import AgentPool
@@ -37,6 +41,9 @@ from headrace.observe.trackers.base import find_tracker
 from headrace.reference import call_factory, find_source, import_function, split_reference
 from headrace.scoring.base import Scorer, Stage
 from headrace.scoring.functions import is_reward_function
+from headrace.scoring.judges import Judge, Template
+from headrace.scoring.model_process import ROLE, ModelEngine
+from headrace.scoring.replies import EngineReplies, UrlReplies
 from headrace.scoring.rewards import WorkerScorer
 from headrace.tasks.base import Task
 from headrace.tasks.chat import ChatFormat
@@ -263,8 +270,16 @@ def _own_weights(task: TaskConfig) -> dict[str, float]:
 
 
 def _named_scorer(config: Config, name: str, scorer: ScorerConfig) -> Scorer:
-    """Make the scorer of `[scorers.NAME]` from a reward function, or from a factory of it or of a scorer."""
-    place = f"[scorers.{name}] scorer"
+    """Make the scorer of `[scorers.NAME]`."""
+    match scorer:
+        case FunctionScorerConfig():
+            return _function_scorer(config, f"[scorers.{name}] scorer", scorer)
+        case JudgeConfig():
+            return _judge(config, name, scorer)
+
+
+def _function_scorer(config: Config, place: str, scorer: FunctionScorerConfig) -> Scorer:
+    """Make a scorer from a reward function, or from a factory of it or of a scorer."""
     with named(place):
         found = import_function(scorer.scorer)
     if not scorer.config and is_reward_function(found):
@@ -277,6 +292,47 @@ def _named_scorer(config: Config, name: str, scorer: ScorerConfig) -> Scorer:
     raise ConfigError(
         f"{place}: {scorer.scorer} made a {type(made).__name__}, neither a scorer nor a function of `completion`"
     )
+
+
+def _judge(config: Config, name: str, judge: JudgeConfig) -> Judge:
+    """Make a judge, whose replies come from a server, or from a worker process with a model of its own."""
+    template = template_text(judge.template, f"[scorers.{name}] template")
+    with named(f"[scorers.{name}] template"):
+        Template(template)
+    if judge.url:
+        key = os.environ.get(judge.api_key, "") if judge.api_key else ""
+        if judge.api_key and not key:
+            raise ConfigError(f"[scorers.{name}] api_key: the environment variable {judge.api_key!r} is not set")
+        source = UrlReplies(
+            judge.url,
+            judge.served_model,
+            key=key,
+            max_tokens=judge.max_tokens,
+            temperature=judge.temperature,
+            concurrency=judge.concurrency,
+        )
+        return Judge(judge, template, source)
+    path = scorer_model_dir(f"scorers.{name}", judge)
+    with named(f"[scorers.{name}] model"):
+        chat = ChatFormat.load(path)
+        if not chat.has_template:
+            raise ConfigError(f"{path} has no chat template, and a judge is asked in messages")
+    process = ModelEngine(process_name(config, f"scorers.{name}"), timeout=judge.timeout)
+    replies = EngineReplies(process, chat, max_tokens=judge.max_tokens, temperature=judge.temperature)
+    return Judge(judge, template, replies, process=process, weights=weights_stamp(path))
+
+
+def process_name(config: Config, section: str) -> str:
+    """Return the name of the worker process that has the model of this section."""
+    return f"{ROLE}-{list(config.scorer_models).index(section)}"
+
+
+def scorer_model_dir(section: str, scorer: ModelScorerSection) -> Path:
+    """Return the directory of a scorer's model on this host. Raises `ModelError` if it is not complete."""
+    key = f"[{section}] model"
+    path = find_model(scorer.model, scorer.revision, key=key)
+    check_model_dir(path, "load", tokenizer=True, key=key)
+    return path
 
 
 def _in_workers(config: Config, reference: str, arguments: dict[str, Any] | None = None, key: str = "") -> WorkerScorer:

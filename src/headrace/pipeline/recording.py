@@ -384,7 +384,9 @@ class Recorder:
     # ---- the run as a whole
 
     def beat(self, process: str, beat: Heartbeat) -> None:
-        """Record what a process did since its last heartbeat."""
+        """Record what a process did since its last heartbeat. Only the tokens of the policy count as generated."""
+        if process.startswith("scorer-"):
+            beat = msgspec.structs.replace(beat, generated_tokens=0)
         started, busy_seconds = self._activity.beat(process, beat.time, beat.spans, beat.generated_tokens)
         self._pace.beat(process, beat.time - started, busy_seconds, beat.generated_tokens)
         if self._timeline is not None:

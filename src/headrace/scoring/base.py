@@ -20,10 +20,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 import msgspec
 
+from headrace.channel.codec import Message
+from headrace.channel.hub import Hub
 from headrace.reference import describe
 from headrace.types import Int32Array, Level, Prompt, Rollout, Score, Trace
 
@@ -123,11 +125,32 @@ class Ended:
         return self.turns[-1].text if self.turns else ""
 
 
+class ScorerProcess(Protocol):
+    """The worker process in which the model of a scorer runs. Supervision starts, watches and restarts it."""
+
+    name: str
+    """The name of the process: `scorer-0`, `scorer-1`, ..."""
+
+    def connect(self, hub: Hub) -> None:
+        """Use this hub from now on. The process is ready."""
+
+    def hear(self, message: Message) -> None:
+        """Take a message of the process that answers no question."""
+
+    def lost(self, reason: str) -> None:
+        """Note that the process is gone. What it held fails with this reason."""
+
+    def back(self) -> None:
+        """Note that the process was restarted and is ready."""
+
+
 class Scorer(ABC):
     """The base class of all scorers. The configuration gives a scorer its name."""
 
     version: str = ""
     """The version that is recorded with every score. Change it when the scorer would judge differently than before."""
+    process: ScorerProcess | None = None
+    """The process of the scorer's model, if it has one."""
     keeps_deadlines: bool = False
     """Whether `score` keeps its own time limit. Otherwise `[scoring] timeout` counts from the call of `score`."""
 
@@ -178,6 +201,8 @@ class Stage:
         self._tasks = dict(tasks or {})
         self._timeout = timeout
         self._listeners = {name: one for name, one in self.scorers.items() if type(one).span is not Scorer.span}
+        self.processes = {one.process.name: one.process for one in self.scorers.values() if one.process is not None}
+        """The processes of scorers' models, by name."""
         self.listening = bool(self._listeners)
         """Whether any scorer wants spans."""
         self._told: dict[str, str] = {}
@@ -187,6 +212,11 @@ class Stage:
     def judges(self, prompt: Prompt) -> list[str]:
         """Return the names of the scorers that judge answers to this prompt."""
         return [name for name in self.scorers if self._tasks.get(name, prompt.task) == prompt.task]
+
+    def connect(self, hub: Hub) -> None:
+        """Connect the scorers to the processes of their models, which are ready."""
+        for process in self.processes.values():
+            process.connect(hub)
 
     async def start(self) -> None:
         """Start every scorer. Raises `ConfigError`. After an error, no scorer is left open."""

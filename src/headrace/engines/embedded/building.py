@@ -31,6 +31,7 @@ from headrace.models.attention import check_model
 from headrace.models.loading import choose_device, load_model, named_weights
 from headrace.models.lora import Adapter, frozen_linears
 from headrace.models.rounding import round_weights
+from headrace.types import NO_VERSION
 
 
 def _round_as_the_trainer(model: Any, config: Config, lora: LoraConfig) -> None:
@@ -43,11 +44,15 @@ def _round_as_the_trainer(model: Any, config: Config, lora: LoraConfig) -> None:
     round_weights(frozen_linears(model, spared), sources)
 
 
-def build(link: WorkerLink, config: Config) -> EngineLoop:
-    """Load the model, check it, prepare the engine and report to the link that it is ready."""
+def build(link: WorkerLink, config: Config, version: int = NO_VERSION) -> EngineLoop:
+    """Load the model, check it, prepare the engine and report to the link that it is ready.
+
+    With a `version`, the engine serves the weights of the model's files as this version.
+    """
     device = choose_device(config.engine.device, "engine")
     engine = config.engine
-    shared = device == "cuda" and any(name.startswith("trainer") for name in link.neighbours)
+    own = link.name.startswith("engine")
+    shared = own and device == "cuda" and any(name.startswith("trainer") for name in link.neighbours)
     beside = 1 + sum(name.startswith("engine") for name in link.neighbours)
     if shared:
         total = torch.cuda.get_device_properties(0).total_memory
@@ -76,6 +81,7 @@ def build(link: WorkerLink, config: Config) -> EngineLoop:
         engine,
         name=link.name,
         max_length=max_length,
+        version=version,
         adapter=adapter,
         base_digest=base_digest,
         spans=link.spans,
@@ -88,9 +94,9 @@ def build(link: WorkerLink, config: Config) -> EngineLoop:
     return loop
 
 
-def serve(link: WorkerLink, config: Config) -> None:
-    """Build the engine and serve it until the controller sends `Stop`."""
-    loop = build(link, config)
+def serve(link: WorkerLink, config: Config, version: int = NO_VERSION) -> None:
+    """Build the engine and serve it until the controller sends `Stop`. See `build`."""
+    loop = build(link, config, version)
     vital_thread(pass_messages, link, loop, name="messages").start()
     loop.run()
 

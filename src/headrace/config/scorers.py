@@ -1,0 +1,132 @@
+"""The sections `[scorers.NAME]`: a scorer of each kind. A section without `kind` is a scorer of kind "function"."""
+
+import re
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from headrace.config.base import (
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Processes,
+    Section,
+    Share,
+)
+from headrace.errors import ConfigError
+
+FUNCTION = "function"
+"""The kind of a section that names none."""
+
+
+class ScorerSection(Section, frozen=True, tag_field="kind"):
+    """Keys that a scorer of any kind has."""
+
+    weight: float = 1.0
+    """The weight of this scorer's values in a rollout's reward."""
+
+
+class FunctionScorerConfig(ScorerSection, frozen=True, kw_only=True, tag=FUNCTION):
+    """[scorers.NAME]: a scorer that judges rollouts. Without any, the task's own reward is the only scorer."""
+
+    scorer: str
+    """The scorer: `module:attribute`, or `path/to/file.py:attribute`."""
+    config: dict[str, Any] = {}
+    """The arguments of the scorer."""
+
+
+class ServedScorerSection(ScorerSection, frozen=True):
+    """Keys of a scorer that asks something outside of the controller, and keeps its own deadlines."""
+
+    concurrency: Positive = 32
+    """The most questions to this scorer that are under way at the same time. Further rollouts wait for a place."""
+    timeout: PositiveFloat = 30.0
+    """Seconds that one attempt at a question may take."""
+    retries: NonNegative = 1
+    """How often a question is asked again after an attempt that failed. Then the rollout fails, with the reason of the
+    last attempt."""
+
+
+class ModelScorerSection(ServedScorerSection, frozen=True):
+    """Keys of a scorer whose model runs in a worker process of its own."""
+
+    model: str = ""
+    """The model: a directory, or a name on the hub. It runs in a worker process of its own."""
+    revision: str = ""
+    """The branch, tag or commit of a model on the hub. By default its main branch. The run saves the commit that this
+    was when the run began, and resumes with it."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The dtype in which the model runs."""
+    gpus: list[NonNegative] | str = []
+    """The GPU of the model: a list of its index, or a text such as "0" or "host:0". By default the model runs on the
+    CPU. Engines and trainer leave this GPU alone, unless their own `gpus` name it too, or there is no other GPU."""
+    memory_fraction: Share = 0.2
+    """GPU: the share of the GPU's memory that the model may take, with its cache."""
+    threads: Processes = 1
+    """The number of compute threads of the process (CPU)."""
+    cores: list[NonNegative] = []
+    """The CPU cores that the process may use. By default all cores of the run."""
+    slots: Positive = 64
+    """The number of sequences that the model computes together."""
+    max_length: NonNegative = 0
+    """The longest sequence in tokens. 0 takes the model's own limit, at most 4096."""
+
+
+class JudgeConfig(ModelScorerSection, frozen=True, kw_only=True, tag="judge"):
+    """[scorers.NAME] kind = "judge": a language model that is asked about every answer, and whose reply is a number."""
+
+    template: str
+    """The question to the judge, or a file that holds it. `{prompt}`, `{completion}` and `{FIELD}`, for any field of
+    the prompt, are replaced. `{{` and `}}` stand for braces."""
+    system: str | None = None
+    """A system message before the question."""
+    url: str = ""
+    """The base URL of an OpenAI-compatible server, such as "https://api.example.com/v1". Give this or `model`."""
+    served_model: str = ""
+    """The name under which the server at `url` knows the model."""
+    api_key: str = ""
+    """The environment variable that holds the API key of the server at `url`. Without one, no key is sent."""
+    pattern: str = ""
+    """A regular expression that finds the number in a reply: its first group, or else the whole match. Upper and lower
+    case are the same, and the last match counts. By default the last number of the reply, or the last of `words`."""
+    field: str = ""
+    """The field of a JSON object in the reply that holds the number, such as "score". Give this or `pattern`."""
+    words: dict[str, float] = {}
+    """The values of replies that are words, such as `{yes = 1, no = 0}`: `pattern` or `field` may find one of them."""
+    samples: Positive = 1
+    """The number of replies that are sampled for one answer. Replies without a number are left out; at least half of
+    the replies must have one."""
+    combine: Literal["mean", "majority"] = "mean"
+    """How the numbers of several replies become one: their mean, or the most frequent one."""
+    temperature: NonNegativeFloat = 0.0
+    """The sampling temperature of replies. Several samples need a temperature above 0."""
+    max_tokens: Positive = 256
+    """The most tokens of a reply."""
+    cache: NonNegative = 10_000
+    """How many judgements are remembered. The same question is then not asked twice. 0 remembers none."""
+
+
+ScorerConfig = FunctionScorerConfig | JudgeConfig
+
+
+def check_scorer(place: str, scorer: ScorerConfig) -> None:
+    """Raise `ConfigError` if keys of the section at this place contradict each other."""
+    if isinstance(scorer, JudgeConfig):
+        _check_judge(place, scorer)
+
+
+def _check_judge(place: str, judge: JudgeConfig) -> None:
+    if bool(judge.model) == bool(judge.url):
+        raise ConfigError(f"[{place}] model: give the model of the judge, or the url of a server (one of the two)")
+    if judge.url and urlsplit(judge.url).scheme not in ("http", "https"):
+        raise ConfigError(f"[{place}] url: {judge.url!r} is not a URL such as http://127.0.0.1:8000/v1")
+    if judge.url and not judge.served_model:
+        raise ConfigError(f"[{place}] served_model is required with url: the name that the server gives the model")
+    if judge.pattern and judge.field:
+        raise ConfigError(f"[{place}] field: pattern is given too; give one of the two")
+    try:
+        re.compile(judge.pattern)
+    except re.error as error:
+        raise ConfigError(f"[{place}] pattern: {judge.pattern!r} is not a regular expression: {error}") from error
+    if judge.samples > 1 and not judge.temperature:
+        raise ConfigError(f"[{place}] samples: {judge.samples} replies are all the same at temperature 0 (raise it)")

@@ -1,0 +1,194 @@
+"""Where the replies of a judge come from: an engine of ours with a model of its own, or a server behind a URL."""
+
+import asyncio
+import itertools
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, Protocol
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from headrace.engines.base import Request, Sampling, closing_deltas
+from headrace.engines.serving import RemoteEngine
+from headrace.errors import ChannelError, HeadraceError, one_line
+from headrace.reference import describe
+from headrace.scoring.asking import NoUseToRetry
+from headrace.scoring.base import ScoreError
+from headrace.scoring.model_process import ModelEngine
+from headrace.types import Int32Array
+
+REPLY_BYTES = 1 << 24
+"""The longest answer of a server. A longer one fails its question."""
+SHOWN = 200
+"""How much of a server's error is shown, in characters."""
+
+REFUSED = {
+    HTTPStatus.BAD_REQUEST,
+    HTTPStatus.UNAUTHORIZED,
+    HTTPStatus.FORBIDDEN,
+    HTTPStatus.NOT_FOUND,
+    HTTPStatus.UNPROCESSABLE_ENTITY,
+}
+"""The states with which a server refuses a question that it would refuse again."""
+
+Messages = Sequence[Mapping[str, str]]
+
+
+class Chat(Protocol):
+    """The chat format of the judge's model."""
+
+    stop_token_ids: tuple[int, ...]
+
+    def open(self, messages: Messages) -> Int32Array:
+        """Return the tokens of these messages, up to where the reply begins."""
+
+    def decode(self, token_ids: Int32Array) -> str:
+        """Return the text of these tokens."""
+
+
+class Replies(Protocol):
+    """A source of replies."""
+
+    async def start(self) -> None:
+        """Prepare the source. Raises `ConfigError` if it cannot be used."""
+
+    async def sample(self, messages: Messages, count: int, seed: int) -> list[str]:
+        """Return so many replies to these messages. Raises `ScoreError`."""
+
+    async def close(self) -> None:
+        """Release what the source holds. Idempotent."""
+
+
+class EngineReplies:
+    """Replies from an engine of ours, in the process of the scorer's model."""
+
+    def __init__(self, process: ModelEngine, chat: Chat, *, max_tokens: int, temperature: float) -> None:
+        self.process = process
+        self._chat = chat
+        self._max_tokens = max_tokens
+        self._temperature = temperature
+        self._ids = itertools.count()
+
+    async def start(self) -> None:
+        """See `Replies.start`."""
+
+    async def close(self) -> None:
+        """See `Replies.close`. The process belongs to its launcher."""
+
+    async def sample(self, messages: Messages, count: int, seed: int) -> list[str]:
+        """See `Replies.sample`. Replies to the same messages share the computation of their prompt."""
+        engine = await self.process.engine()
+        try:
+            tokens = self._chat.open(messages)
+        except HeadraceError as error:
+            raise NoUseToRetry(one_line(str(error))) from error
+        group = f"{self.process.name}/{next(self._ids)}"
+        requests = [
+            Request(
+                id=f"{group}/{number}",
+                token_ids=tokens,
+                group=group,
+                sampling=Sampling(
+                    max_tokens=self._max_tokens,
+                    temperature=self._temperature,
+                    seed=seed + number,
+                    stop_token_ids=self._chat.stop_token_ids,
+                ),
+            )
+            for number in range(count)
+        ]
+        async with asyncio.TaskGroup() as tasks:
+            replies = [tasks.create_task(self._reply(engine, request), name=request.id) for request in requests]
+        found = [reply.result() for reply in replies]
+        for each in found:
+            if isinstance(each, ScoreError):
+                raise each
+        return [each for each in found if isinstance(each, str)]
+
+    async def _reply(self, engine: RemoteEngine, request: Request) -> str | ScoreError:
+        """Return one reply, or why there is none."""
+        tokens: list[int] = []
+        try:
+            async with closing_deltas(engine.generate(request)) as deltas:
+                async for delta in deltas:
+                    tokens += delta.token_ids.tolist()
+                    if delta.finish == "failed":
+                        return ScoreError(one_line(delta.error))
+        except ChannelError as error:
+            return ScoreError(one_line(str(error)))
+        return self._chat.decode(np.asarray(tokens, np.int32))
+
+
+class UrlReplies:
+    """Replies from an OpenAI-compatible server."""
+
+    def __init__(
+        self, url: str, model: str, *, key: str, max_tokens: int, temperature: float, concurrency: int
+    ) -> None:
+        """`key` is the API key; empty if the server needs none."""
+        self._url = f"{url.rstrip('/')}/chat/completions"
+        self._settings = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._concurrency = concurrency
+        self._session: aiohttp.ClientSession | None = None
+
+    async def start(self) -> None:
+        """See `Replies.start`."""
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=self._concurrency),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None),
+        )
+
+    async def close(self) -> None:
+        """See `Replies.close`."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def sample(self, messages: Messages, count: int, seed: int) -> list[str]:
+        """See `Replies.sample`. A server may give fewer replies than it was asked for, but must give one."""
+        if self._session is None:
+            raise ScoreError("the judge was not started")
+        body: dict[str, Any] = {**self._settings, "messages": list(messages), "seed": seed}
+        if count > 1:
+            body["n"] = count
+        try:
+            async with self._session.post(
+                self._url, json=body, headers=self._headers, allow_redirects=False
+            ) as response:
+                text = await response.content.read(REPLY_BYTES + 1)
+                while len(text) <= REPLY_BYTES and (more := await response.content.read(REPLY_BYTES)):
+                    text += more
+        except (aiohttp.ClientError, OSError) as error:
+            raise ScoreError(f"{self._url} cannot be reached: {one_line(describe(error), SHOWN)}") from error
+        if response.status != HTTPStatus.OK:
+            why = one_line(text[:REPLY_BYTES].decode(errors="replace"), SHOWN)
+            failure = NoUseToRetry if response.status in REFUSED else ScoreError
+            raise failure(f"{self._url} answered {response.status}: {why}")
+        if len(text) > REPLY_BYTES:
+            raise ScoreError(f"{self._url} answered with more than {REPLY_BYTES:,} bytes")
+        try:
+            choices = msgspec.json.decode(text, type=_Completion).choices
+        except msgspec.MsgspecError as error:
+            raise ScoreError(
+                f"{self._url} did not answer as OpenAI's API does: {one_line(str(error), SHOWN)}"
+            ) from error
+        if not choices:
+            raise ScoreError(f"{self._url} answered without a reply")
+        return [choice.message.content or "" for choice in choices]
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+
+
+class _Completion(msgspec.Struct):
+    """The part of a chat completion that a judge reads."""
+
+    choices: list[_Choice]
