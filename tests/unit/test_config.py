@@ -13,6 +13,7 @@ from headrace.config import (
     EnvironmentTaskConfig,
     FunctionScorerConfig,
     GymTaskConfig,
+    JudgeConfig,
     dump_config,
     load_config,
     make_config,
@@ -84,6 +85,14 @@ DATASET_KEYS = {*PROMPT_KEYS, "format", "reward", "reward_weights"}
 GYM_KEYS = {"name", "config", "size", "system", "suffix", "answer_pattern", "weight"}
 ENVIRONMENT_KEYS = {"factory", "config", "weight"}
 SCORER_KEYS = {"scorer", "weight", "config"}
+SERVED_KEYS = {"weight", "concurrency", "timeout", "retries", "patience"}
+MODEL_SCORER_KEYS = {
+    *SERVED_KEYS, "model", "revision", "dtype", "gpus", "memory_fraction", "threads", "cores", "slots", "max_length",
+}  # fmt: skip
+JUDGE_KEYS = {
+    *MODEL_SCORER_KEYS, "template", "system", "url", "served_model", "api_key", "pattern", "field", "words", "samples",
+    "combine", "temperature", "max_tokens", "cache",
+}  # fmt: skip
 POLICY_KEYS = {"model", "engine", "buffer", "algorithm", "training", "lora", "warm_start", "delivery"}
 NOT_SECTIONS = {"task", "task_name", "policy_name", "scorers"}
 
@@ -102,7 +111,7 @@ def test_keys_are_pinned() -> None:
     pinned = {
         AgentTaskConfig: AGENT_KEYS, DatasetTaskConfig: DATASET_KEYS,
         EnvironmentTaskConfig: ENVIRONMENT_KEYS, GymTaskConfig: GYM_KEYS,
-        FunctionScorerConfig: SCORER_KEYS,
+        FunctionScorerConfig: SCORER_KEYS, JudgeConfig: JUDGE_KEYS,
     }  # fmt: skip
     assert {kind: set(kind.__struct_fields__) for kind in pinned} == pinned
     assert set(POLICY_SECTIONS) == POLICY_KEYS

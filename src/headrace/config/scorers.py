@@ -45,6 +45,9 @@ class ServedScorerSection(ScorerSection, frozen=True):
     retries: NonNegative = 1
     """How often a question is asked again after an attempt that failed. Then the rollout fails, with the reason of the
     last attempt."""
+    patience: NonNegativeFloat = 60.0
+    """Seconds that a question waits while nothing can be reached that would answer it. After that, such an attempt
+    counts as failed too."""
 
 
 class ModelScorerSection(ServedScorerSection, frozen=True):

@@ -1,9 +1,11 @@
 """How a scorer asks something that may be slow, dead or wrong: limited in number, in time, and with retries.
 
-Every question ends: with an answer, or with a `ScoreError` that says why there is none.
+Every question ends: with an answer, or with a `ScoreError` that says why there is none. While nothing can be reached,
+questions wait. Otherwise an outage of a few seconds would fail every group that is under way, and all that follow.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -14,38 +16,35 @@ T = TypeVar("T")
 
 FIRST_PAUSE = 0.25
 """Seconds before a question is asked again. The pause doubles with each further attempt."""
+LONGEST_PAUSE = 2.0
 
 
 class NoUseToRetry(ScoreError):
     """The question cannot be answered, and asking it again would not change that."""
 
 
+class Unreachable(ScoreError):
+    """What would answer the question cannot be reached now."""
+
+
 class Asking:
     """The questions of one scorer to what answers them."""
 
-    def __init__(self, concurrency: int, timeout: float, retries: int) -> None:
-        """`timeout` is the number of seconds of one attempt. A question has `retries` more attempts than one."""
-        self._places = asyncio.Semaphore(concurrency)
-        self._concurrency = concurrency
-        self._timeout = timeout
-        self._retries = retries
+    def __init__(self, section: ServedScorerSection) -> None:
+        """Take the limits of a section of the configuration."""
+        self._places = asyncio.Semaphore(section.concurrency)
+        self._section = section
         self._waiting = 0
 
-    @classmethod
-    def of(cls, section: ServedScorerSection) -> "Asking":
-        """Make it with the limits of a section of the configuration."""
-        return cls(section.concurrency, section.timeout, section.retries)
-
     @property
-    def longest(self) -> float:
+    def _longest(self) -> float:
         """The seconds after which a question that has a place has ended."""
-        pauses = FIRST_PAUSE * sum(float(2**attempt) for attempt in range(self._retries))
-        return self._timeout * (self._retries + 1) + pauses
+        return (self._section.timeout + LONGEST_PAUSE) * (self._section.retries + 1) + self._section.patience
 
     async def ask(self, attempt: Callable[[int], Awaitable[T]]) -> T:
         """Wait for a place, and call `attempt` with 0, 1, ... until it returns. Raises the last `ScoreError`."""
         # Each earlier question ends in a limited time, so this deadline is not reached while questions are answered.
-        longest = (self._waiting // self._concurrency + 2) * self.longest
+        longest = (self._waiting // self._section.concurrency + 2) * self._longest
         self._waiting += 1
         try:
             async with asyncio.timeout(longest):
@@ -60,17 +59,20 @@ class Asking:
             self._places.release()
 
     async def _attempts(self, attempt: Callable[[int], Awaitable[T]]) -> T:
-        for number in range(self._retries + 1):
+        timeout, began, number, pause = self._section.timeout, time.monotonic(), 0, FIRST_PAUSE
+        while True:
             try:
-                async with asyncio.timeout(self._timeout):
+                async with asyncio.timeout(timeout):
                     return await attempt(number)
             except NoUseToRetry:
                 raise
             except TimeoutError:
-                failure = ScoreError(f"there was no answer within {self._timeout:g} s")
+                failure = ScoreError(f"there was no answer within {timeout:g} s")
             except ScoreError as error:
                 failure = error
-            if number == self._retries:
-                raise failure
-            await asyncio.sleep(FIRST_PAUSE * 2**number)
-        raise AssertionError("unreachable")
+            if not isinstance(failure, Unreachable) or time.monotonic() - began > self._section.patience:
+                number += 1
+                if number > self._section.retries:
+                    raise failure
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)

@@ -11,7 +11,7 @@ import json
 import re
 import string
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,7 +27,10 @@ from headrace.types import Score
 NUMBER = r"-?\d+(?:\.\d+)?"
 SHOWN = 80
 """How much of a reply without a number is shown, in characters."""
-NOT_VERSION = ("weight", "concurrency", "timeout", "retries", "gpus", "memory_fraction", "threads", "cores", "slots")
+LONGEST = 20_000
+"""Of a longer reply, only its last characters are read."""
+NOT_VERSION = {"weight", "concurrency", "timeout", "retries", "patience", "gpus", "memory_fraction", "threads", "cores",
+               "slots", "cache", "api_key", "template"}  # fmt: skip
 """The keys of a section that do not change what a judge says."""
 
 
@@ -50,7 +53,7 @@ class Judge(Scorer):
         self._config = config
         self._template = Template(template)
         self._replies = replies
-        self._asking = Asking.of(config)
+        self._asking = Asking(config)
         self._known: OrderedDict[str, Score] = OrderedDict()
         said = {key: getattr(config, key) for key in config.__struct_fields__ if key not in NOT_VERSION}
         about = msgspec.json.encode([said, template, weights])
@@ -134,6 +137,7 @@ def prompt_text(question: Question) -> str:
 
 def read_number(reply: str, config: JudgeConfig) -> float | None:
     """Return the number of a reply; None if it has none."""
+    reply = reply[-LONGEST:]
     found: Any
     if config.field:
         found = next((one[config.field] for one in json_objects(reply) if config.field in one), None)
@@ -158,13 +162,14 @@ def _default_pattern(config: JudgeConfig) -> str:
     return words or NUMBER
 
 
-def json_objects(text: str) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in a text, the last one first."""
-    decoder = json.JSONDecoder()
-    for start in reversed([place for place, letter in enumerate(text) if letter == "{"]):
+def json_objects(text: str) -> list[dict[str, Any]]:
+    """Return the JSON objects in a text that are not part of others, the last one first."""
+    decoder, found, place = json.JSONDecoder(), list[dict[str, Any]](), text.find("{")
+    while place >= 0:
         try:
-            found, _ = decoder.raw_decode(text, start)
+            one, end = decoder.raw_decode(text, place)
+            found.insert(0, one)
         except (ValueError, RecursionError):
-            continue
-        if isinstance(found, dict):
-            yield found
+            end = place + 1
+        place = text.find("{", end)
+    return found

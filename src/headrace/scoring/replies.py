@@ -14,7 +14,7 @@ from headrace.engines.base import Request, Sampling, closing_deltas
 from headrace.engines.serving import RemoteEngine
 from headrace.errors import ChannelError, HeadraceError, one_line
 from headrace.reference import describe
-from headrace.scoring.asking import NoUseToRetry
+from headrace.scoring.asking import NoUseToRetry, Unreachable
 from headrace.scoring.base import ScoreError
 from headrace.scoring.model_process import ModelEngine
 from headrace.types import Int32Array
@@ -32,6 +32,13 @@ REFUSED = {
     HTTPStatus.UNPROCESSABLE_ENTITY,
 }
 """The states with which a server refuses a question that it would refuse again."""
+BUSY = {
+    HTTPStatus.TOO_MANY_REQUESTS,
+    HTTPStatus.BAD_GATEWAY,
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    HTTPStatus.GATEWAY_TIMEOUT,
+}
+"""The states with which a server, or what stands before it, says that it cannot answer now."""
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -162,10 +169,11 @@ class UrlReplies:
                 while len(text) <= REPLY_BYTES and (more := await response.content.read(REPLY_BYTES)):
                     text += more
         except (aiohttp.ClientError, OSError) as error:
-            raise ScoreError(f"{self._url} cannot be reached: {one_line(describe(error), SHOWN)}") from error
+            raise Unreachable(f"{self._url} cannot be reached: {one_line(describe(error), SHOWN)}") from error
         if response.status != HTTPStatus.OK:
             why = one_line(text[:REPLY_BYTES].decode(errors="replace"), SHOWN)
             failure = NoUseToRetry if response.status in REFUSED else ScoreError
+            failure = Unreachable if response.status in BUSY else failure
             raise failure(f"{self._url} answered {response.status}: {why}")
         if len(text) > REPLY_BYTES:
             raise ScoreError(f"{self._url} answered with more than {REPLY_BYTES:,} bytes")
