@@ -4,44 +4,31 @@ The TOML sections have the names of the stages. Unknown keys are errors. `tests/
 because adding a key is a feature and renaming a key breaks every user.
 """
 
-import pkgutil
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, field
 
+from headrace.config.algorithm import LOSSES as LOSSES
+from headrace.config.algorithm import AlgorithmConfig as AlgorithmConfig
+from headrace.config.base import (
+    PROCESSES as PROCESSES,
+)
+from headrace.config.base import (
+    BelowOne,
+    Fraction,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Processes,
+    Share,
+)
+from headrace.config.base import Gpus as Gpus
+from headrace.config.base import Names as Names
+from headrace.config.base import Section as Section
+from headrace.config.base import is_reference as is_reference
+from headrace.config.base import names_of as names_of
 from headrace.types import POLICY, TASK
-
-
-class Names(tuple[str, ...]):
-    """The names that a key takes: `kind: Annotated[str, Names(("embedded", "vllm"))]`.
-
-    A reference to the user's code, `module:attribute` or `path/to/file.py:attribute`, is allowed too. Only its form is
-    checked here; the stage that the key belongs to imports it.
-    """
-
-
-Positive = Annotated[int, Meta(ge=1)]
-PROCESSES = 4096
-"""The most processes of one role."""
-Processes = Annotated[int, Meta(ge=1, le=PROCESSES)]
-NonNegative = Annotated[int, Meta(ge=0)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
-NonNegativeFloat = Annotated[float, Meta(ge=0)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
-Share = Annotated[float, Meta(gt=0, le=1)]
-BelowOne = Annotated[float, Meta(ge=0, lt=1)]
-Gpus = NonNegative | str | list[NonNegative]
-"""A number of GPUs, a list of their indices, or a text: `"auto"`, `"0-5,7"`, `"host:0-3"`."""
-
-POLICY_LOSSES = Path(__file__).parents[1] / "algorithms" / "losses" / "policy"
-"""The folder of the built-in losses. Its modules are listed, not imported, because they need torch."""
-
-LOSSES = Names(module.name for module in pkgutil.iter_modules([str(POLICY_LOSSES)]))
-
-
-class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The base class of every section. A key that is not declared is an error."""
 
 
 class RunConfig(Section, frozen=True):
@@ -359,73 +346,6 @@ class BufferConfig(Section, frozen=True):
     expected, the surplus groups are dropped, so the lag bound holds."""
 
 
-class AlgorithmConfig(Section, frozen=True):
-    """[algorithm]: how rewards become a loss."""
-
-    advantage: Annotated[str, Names(("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus"))] = "grpo"
-    """How the advantage follows from the reward R. `grpo`: `(R - mean) / std` of the group. `dr_grpo`: `R - mean`.
-    `rloo`: `R - mean of the others`. `maxrl`: `(R - mean) / mean`. `reinforce_plus_plus`: `(R - mean) / std` of the
-    whole step."""
-    loss: Annotated[str, LOSSES] = "cispo"
-    """The policy loss, computed from importance ratios and advantages. `docs/losses.md` has the formulas."""
-    clip_low: NonNegativeFloat | None = None
-    """The ratio is clipped below at 1 - clip_low. The default depends on the loss: 0.2, and 0.0003 for gspo."""
-    clip_high: NonNegativeFloat | None = None
-    """The ratio is clipped above at 1 + clip_high. The default depends on the loss: 0.28 for cispo, dapo and
-    distillation, 0.2 for grpo and decoupled_ppo, 0.0004 for gspo."""
-    sapo_tau_positive: PositiveFloat = 1.0
-    """How fast the gate of sapo closes for tokens with a positive advantage."""
-    sapo_tau_negative: PositiveFloat = 1.05
-    """How fast the gate of sapo closes for tokens without a positive advantage."""
-    dppo_delta: NonNegativeFloat = 0.2
-    """How far a token's probability may move before dppo_tv excludes the token."""
-    proximal: Literal["interpolated", "recomputed"] = "interpolated"
-    """The proximal policy of decoupled_ppo. `interpolated`: between the sampler and the policy. `recomputed`: the
-    weights with which the version in training began; this needs a copy of them and one more forward pass."""
-    proximal_mix: Fraction | None = None
-    """The sampler's share in the interpolated proximal policy of decoupled_ppo. By default 1 / lag of the token, and 0
-    at lag 0."""
-    teacher: str | None = None
-    """distillation: the model to learn from: a directory, or a name on the hub, `owner/name` or `owner/name@revision`.
-    Its tokenizer must be that of the trained model."""
-    kl: Literal["none", "k1", "k2", "k3"] = "none"
-    """The estimate of the divergence from the reference policy that is added to the loss. It needs one more forward
-    pass. The reference is a copy of the weights before the first policy step, after a warm start if there is one. With
-    [lora] the reference is the base model without the adapter: it needs no copy, and does not include what a warm start
-    has trained."""
-    kl_weight: NonNegativeFloat = 1e-3
-    """The weight of `kl` in the loss."""
-    entropy_weight: NonNegativeFloat | None = None
-    """The weight of the entropy bonus at trained tokens. 0 only measures the entropy. By default the entropy is not
-    computed."""
-    corrections: list[Literal["tis", "icepop", "mis", "opsm"]] = []
-    """How tokens on which policy and sampler disagree are treated, with any loss. Several corrections can be
-    combined."""
-    tis_cap: PositiveFloat = 2.0
-    """tis: the largest importance weight of a token in the gradient."""
-    icepop_low: NonNegativeFloat = 0.5
-    """icepop: a token with a smaller ratio is left out."""
-    icepop_high: PositiveFloat = 5.0
-    """icepop: a token with a larger ratio is left out."""
-    mis_ratio: Literal["product", "mean"] = "product"
-    """mis: how a sequence's ratio follows from its tokens' ratios: their `product`, or their geometric `mean`."""
-    mis_low: NonNegativeFloat = 0.0
-    """mis: a sequence with a smaller ratio is left out."""
-    mis_high: PositiveFloat = 2.0
-    """mis: a sequence with a larger ratio is left out."""
-    opsm_limit: NonNegativeFloat = 1e-4
-    """opsm: if a sequence's mean of log(sampler / policy) is larger, its tokens with negative advantage are left
-    out."""
-    overlong_buffer: NonNegative = 0
-    """The overlong penalty rises over this many tokens before `[rollouts] max_tokens`. 0 switches it off."""
-    overlong_penalty: NonNegativeFloat = 1.0
-    """The overlong penalty: how much the reward loses at `max_tokens` when `overlong_buffer` is on."""
-    length_penalty: NonNegativeFloat = 0.0
-    """How much the reward loses at `max_tokens`. Shorter answers lose in proportion to their length."""
-    normalize: Literal["token", "sequence", "constant"] = "token"
-    """What the loss is averaged over: the step's tokens, its sequences, or `groups x group_size x max_tokens`."""
-
-
 class TrainingConfig(Section, frozen=True):
     """[training]: how batches become new weights."""
 
@@ -473,7 +393,7 @@ class TrainingConfig(Section, frozen=True):
     clip_norm: PositiveFloat = 1.0
     """The largest global norm of a step's gradient. Larger gradients are scaled down."""
     max_skipped: Positive = 10
-    """A step whose gradients are not finite is skipped. The run ends after this many skipped steps in a row."""
+    """A step whose loss or gradients are not finite is skipped. The run ends after this many skipped steps in a row."""
     micro_batch_tokens: Positive = 8192
     """The number of tokens in one forward and backward pass."""
     share_prefixes: bool = True
@@ -707,15 +627,3 @@ class Config(Section, frozen=True):
         if isinstance(self.task, MixtureConfig):
             return {f"tasks.{name}": task for name, task in self.task.tasks.items()}
         return {"task": self.task}
-
-
-def names_of(section: type[Struct], key: str) -> Names | None:
-    """Return the names that this key of a section takes beside a reference; None for a key of another type."""
-    hint = get_type_hints(section, include_extras=True)[key]
-    return next((each for each in get_args(hint) if isinstance(each, Names)), None)
-
-
-def is_reference(value: str) -> bool:
-    """Return whether a value has the form of a reference to the user's code."""
-    where, _, attribute = value.rpartition(":")
-    return bool(where.strip() and attribute.strip())
