@@ -209,6 +209,9 @@ class EngineConfig(Section, frozen=True):
     """GPU: capture decode steps as CUDA graphs."""
     compile: bool = True
     """GPU: compile the model's layers when the engine starts. `docs/performance.md` says how long this takes."""
+    expert_kernels: bool = True
+    """GPU: decode mixtures of experts with Headrace's own kernels, where they fit the model. `false` leaves the experts
+    to torch, to find out whether the kernels are at fault."""
     threads: Processes = 1
     """The number of compute threads of each engine process (CPU)."""
     slots: Positive = 64
