@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from headrace.engines.embedded.experts import find_swish
+from headrace.engines.embedded.device.experts import find_swish
 from headrace.engines.embedded.kernels.experts import Blocks, expert_products
 from headrace.models.experts import weights_of
 

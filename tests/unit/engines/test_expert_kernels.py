@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from expert_cases import FAMILIES, Case, by_kernels, error_of
-from headrace.engines.embedded.experts import activate, choose_products, find_swish, products_of
+from headrace.engines.embedded.device.experts import activate, choose_products, find_swish, products_of
 from headrace.engines.embedded.kernels.experts import UNLIMITED, Blocks, Swish, choose_blocks, most_tiles, sort_pairs
 from headrace.models.attention import COLUMN, prepare_to_compile
 from headrace.models.experts import EXPERTS, PRODUCTS, RoutingRecorder, RoutingShape, recording, weights_of
@@ -142,7 +142,7 @@ class Layer(torch.nn.Module):
 
 
 def test_compiled_layers_share_a_compilation_and_record_their_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.engines.embedded.experts.FEW_TOKENS", 16)
+    monkeypatch.setattr("headrace.engines.embedded.device.experts.FEW_TOKENS", 16)
     compilations: list[Any] = []
 
     def compiler(graph: Any, examples: Any) -> Any:

@@ -58,9 +58,9 @@ def _wanted_blocks(config: EngineConfig, max_length: int) -> int:
 def make_device_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
     """Return the GPU's runner. If the model is not on a GPU, Triton's interpreter must run the kernels."""
     # Imported here, because Triton is needed only with a GPU, and may be installed only there.
+    from headrace.engines.embedded.device.experts import choose_products
     from headrace.engines.embedded.device.runner import DeviceRunner
     from headrace.engines.embedded.device.state import DeviceCache, affordable_blocks, layer_shapes
-    from headrace.engines.embedded.experts import choose_products
 
     parameter = next(model.parameters())
     routing = _recorded(prepare_experts(model, choose_products) if config.expert_kernels else prepare_experts(model))
