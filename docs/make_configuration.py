@@ -1,6 +1,6 @@
 """Write docs/configuration.md: every TOML key with its type, default, range and meaning.
 
-The source of all of it is `src/headrace/config/schema.py`, and the files that it imports sections from: types, ranges
+The source of all of it is `src/headrace/config/schema.py` and the files that it imports sections from: types, ranges
 and defaults as msgspec reads them, meanings from the text below each field. `tests/unit/test_docs.py` fails when the
 committed page is out of date.
 
@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect as kinds
 
-from headrace.config import schema, scorers
+from headrace.config import schema
 from headrace.config.load import NAMES, POLICY_SECTIONS
 from headrace.config.schema import Names
 
@@ -76,6 +76,10 @@ Some rules concern several keys. Breaking one of them is an error too:
 | `[rollouts] top_k`, `top_p`, `min_p` | They are refused for agents, and for vLLM on a CPU. |
 | `[algorithm]` | A key that neither the chosen loss nor the chosen corrections read must not be set. |
 | `[algorithm] overlong_buffer` | It must not be above `[rollouts] max_tokens`. |
+| `[algorithm] discount`, `baseline`, `outcome_weight` | They need `credit` other than `"rollout"`. |
+| `[algorithm] baseline` | `"state"` needs `credit = "turn"`. |
+| `[algorithm] mask_overlong` | It is refused with `[buffer] filter = ["overlong"]`. |
+| `[scoring] shuffle` | It is refused with `[algorithm] credit` other than `"rollout"`. |
 | `[engine] cache_tokens` | The cache must hold one answer of `max_tokens` and one more block. |
 | `[engine] python`, `urls`, `port`, `arguments` | They are refused for the embedded engine. |
 | `[engine] kind = "vllm"` | See [what does not work with vLLM](vllm.md#what-does-not-work-with-vllm). |
@@ -129,11 +133,10 @@ def main() -> None:
 
 def render() -> str:
     """The whole page."""
-    notes = field_notes(inspect.getsource(schema)) | field_notes(inspect.getsource(scorers))
     parts = [HEAD]
     for name, kind in sections():
         title, text = _title(name, kind)
-        of_kind = {key: note for cls in kind.__mro__ for key, note in notes.get(cls.__name__, {}).items()}
+        of_kind = {key: note for cls in kind.__mro__ for key, note in notes_of(cls).items()}
         parts.append(f"\n## {title}\n\n{text}\n\n" + "\n".join(_table(kind, of_kind)) + "\n")
     parts.append(TABLES)
     return "".join(parts)
@@ -160,13 +163,13 @@ def sections() -> Iterator[tuple[str, type[msgspec.Struct]]]:
             yield field.name, kind.cls
 
 
-def field_notes(source: str) -> dict[str, dict[str, str]]:
-    """For each class, the text below each of its fields."""
-    notes: dict[str, dict[str, str]] = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef):
-            notes[node.name] = dict(_notes_of(node.body))
-    return notes
+def notes_of(section: type) -> dict[str, str]:
+    """The text below each field of a section, from the file that has the section."""
+    if not section.__module__.startswith("headrace.config."):
+        return {}
+    [node] = ast.parse(inspect.getsource(section)).body
+    assert isinstance(node, ast.ClassDef)
+    return dict(_notes_of(node.body))
 
 
 def _notes_of(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:

@@ -174,6 +174,11 @@ def train_and_tell(ranks: Ranks, path: Path, model_path: Path, steps: int, case:
         poisoned.weights[poisoned.trained] = float("nan")
     before = whole_weights(trainer)
     assert trainer.step(poisoned).skipped
+    silent = random_batch(1)
+    if ranks.data == 0:
+        # A loss that is not a number, whose gradient is zero at that token: all must skip, too.
+        silent.logprobs[silent.trained] = float("nan")
+    assert trainer.step(silent).skipped
     after = whole_weights(trainer)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     with AllDouble():

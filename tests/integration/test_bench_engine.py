@@ -85,6 +85,7 @@ def test_truncated_sampling_is_scored_as_it_was_sampled(tmp_path: Path) -> None:
     found = bench(tmp_path, temperature=0.8, top_p=0.9, top_k=30, rescore=1.0)
     assert found["rescore"]["max_error"] < 1e-4 and found["rescore"]["outside"] == 0
     assert found["bytes_a_step"]["weights"] < found["parameter_bytes"]
+    assert 2 <= found["experts_a_step"] <= 4, "each token chooses 2 of 4 experts"
 
 
 def test_the_tail_is_measured_by_itself(model_dir: Path) -> None:

@@ -33,7 +33,7 @@ KEYS = {
     "engine": {
         "kind", "count", "gpus", "gpus_per_engine",
         "threads", "slots", "block_size", "cache_tokens", "max_length", "prefill_chunk", "interrupt",
-        "kv", "device", "graphs", "compile", "python", "urls", "port", "arguments", "memory_fraction",
+        "kv", "device", "graphs", "compile", "expert_kernels", "python", "urls", "port", "arguments", "memory_fraction",
     },
     "rollouts": {
         "group_size", "max_tokens", "max_turns", "temperature", "stop", "top_k", "top_p", "min_p", "keep_routing",
@@ -45,7 +45,8 @@ KEYS = {
         "advantage", "loss", "clip_low", "clip_high", "sapo_tau_positive", "sapo_tau_negative", "dppo_delta",
         "proximal_mix", "proximal", "teacher", "kl", "kl_weight", "entropy_weight",
         "corrections", "tis_cap", "icepop_low", "icepop_high", "mis_ratio", "mis_low", "mis_high",
-        "opsm_limit", "overlong_buffer", "overlong_penalty", "length_penalty", "normalize",
+        "opsm_limit", "overlong_buffer", "overlong_penalty", "length_penalty", "mask_overlong", "normalize",
+        "credit", "discount", "baseline", "outcome_weight",
     },
     "training": {
         "threads", "learning_rate", "warmup_steps", "schedule", "weight_decay", "beta1", "beta2", "clip_norm",
@@ -236,6 +237,17 @@ def test_values_that_cannot_go_together() -> None:
         make_config(MINIMAL, ["rollouts.max_tokens=64", "algorithm.overlong_buffer=65"])
     with pytest.raises(ConfigError, match=r"\[algorithm\] proximal_mix: a proximal policy that is recomputed"):
         make_config(MINIMAL, ["algorithm.proximal=recomputed", "algorithm.proximal_mix=0.5"])
+    for key in ("discount=0.9", "baseline=group", "outcome_weight=1"):
+        with pytest.raises(ConfigError, match=r"\[algorithm\] \w+: credit is 'rollout', so nothing finer is compared"):
+            make_config(MINIMAL, [f"algorithm.{key}"])
+    with pytest.raises(ConfigError, match=r"\[algorithm\] baseline: 'state' is what precedes a turn"):
+        make_config(MINIMAL, ["algorithm.credit=step", "algorithm.baseline=state"])
+    with pytest.raises(
+        ConfigError, match=r"\[scoring\] shuffle: only the rewards .* credit = 'turn' learns from finer"
+    ):
+        make_config(MINIMAL, ["algorithm.credit=turn", "scoring.shuffle=true"])
+    with pytest.raises(ConfigError, match=r"\[algorithm\] mask_overlong: \[buffer\] filter 'overlong' leaves"):
+        make_config(MINIMAL, ["algorithm.mask_overlong=true", 'buffer.filter=["overlong"]'])
     with pytest.raises(ConfigError, match=r"\[algorithm\] teacher: loss 'distillation' needs the directory"):
         make_config(MINIMAL, ["algorithm.loss=distillation"])
     with pytest.raises(ConfigError, match=r"\[algorithm\] teacher: only loss 'distillation' learns from one"):

@@ -61,6 +61,7 @@ ARROWS = {
     "models": set(),
     "pipeline": {
         "algorithms.assemble",
+        "algorithms.credit",
         "buffer",
         "cluster.base",
         "delivery.base",

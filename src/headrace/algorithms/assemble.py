@@ -7,9 +7,11 @@ contain the normalisation of the whole optimizer step.
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
-from headrace.algorithms.advantages import FloatArray, advantages
+from headrace.algorithms.advantages import FloatArray
+from headrace.algorithms.credit import BY_ROLLOUT, Credit, token_advantages
 from headrace.types import POLICY, Batch, Group, Int32Array, Kept, Rollout, Trace, join_routing
 
 Normalize = Literal["token", "sequence", "constant"]
@@ -28,6 +30,8 @@ def assemble(
     overlong_buffer: int = 0,
     overlong_penalty: float = 1.0,
     length_penalty: float = 0.0,
+    mask_overlong: bool = False,
+    credit: Credit = BY_ROLLOUT,
     republished: Sequence[int] = (),
 ) -> Batch:
     """Assemble the batch of one optimizer step: every trace of every usable rollout becomes one sequence.
@@ -35,8 +39,9 @@ def assemble(
     The weight of a trained token depends on `normalize`. With "token" it is 1 / (trained tokens of the step). With
     "sequence" it is 1 / (rollouts x trained tokens of its rollout), where rollouts without a trained token are not
     counted. With "constant" it is 1 / (groups x group_size x max_tokens). Advantages are computed from rewards shaped
-    by length (see `shaped`); the recorded rewards stay as they were judged. All groups must train the same policy.
-    `temperature` is that of tokens which were recorded without one.
+    by length (see `shaped`); the recorded rewards stay as they were judged. `credit` says how finely. With
+    `mask_overlong`, answers that were cut at their length limit are compared with the others, but not trained. All
+    groups must train the same policy. `temperature` is that of tokens which were recorded without one.
     """
     policies = {group.policy for group in groups} or {POLICY}
     if len(policies) > 1:
@@ -59,6 +64,10 @@ def assemble(
             length_penalty=length_penalty,
         )
 
+    estimated = token_advantages(advantage, ordered, [rewards(rollouts) for rollouts in ordered], credit)
+    if mask_overlong:
+        ordered = [[_without_training(rollout) for rollout in rollouts] for rollouts in ordered]
+        everyone = [rollout for rollouts in ordered for rollout in rollouts]
     total = sum(rollout.trained_tokens for rollout in everyone)
     counted = sum(rollout.trained_tokens > 0 for rollout in everyone)
 
@@ -69,21 +78,31 @@ def assemble(
             return 1.0 / max(counted * rollout.trained_tokens, 1)
         return 1.0 / (len(groups) * group_size * max_tokens)
 
-    traces, values_of, weights_of, numbers = [], [], [], []
+    traces: list[Trace] = []
+    values_of: list[FloatArray] = []
+    weights_of, numbers = [], []
     known: dict[tuple[int, int], int] = {}
-    estimated = advantages(advantage, [rewards(rollouts) for rollouts in ordered])
-    for index, (rollouts, values) in enumerate(zip(ordered, estimated, strict=True)):
-        for rollout, value in zip(rollouts, values, strict=True):
+    for index, (rollouts, of_group) in enumerate(zip(ordered, estimated, strict=True)):
+        for rollout, values in zip(rollouts, of_group, strict=True):
+            values_of.extend(values)
             for position, trace in enumerate(rollout.traces):
                 traces.append(trace)
-                values_of.append(float(value))
                 weights_of.append(weight(rollout))
                 # The n-th traces of a group's rollouts begin with the same tokens. The traces of one rollout (several
                 # agents) need not.
                 numbers.append(known.setdefault((index, position), len(known)))
     named = {"step": step, "version": version, "republished": list(republished)}
     sampled_at = _temperatures(traces, temperature)
-    return _batch(traces, values_of, weights_of, numbers, **named, **sampled_at, policy=policies.pop())
+    values = _joined(values_of, np.float64)
+    return _batch(traces, values, weights_of, numbers, **named, **sampled_at, policy=policies.pop())
+
+
+def _without_training(rollout: Rollout) -> Rollout:
+    """Return a rollout that was cut at its length limit with no token marked as trained, and any other as it is."""
+    if rollout.ending != "truncated":
+        return rollout
+    traces = [msgspec.structs.replace(trace, trained=trace.trained & False) for trace in rollout.traces]
+    return msgspec.structs.replace(rollout, traces=traces)
 
 
 def _temperatures(traces: Sequence[Trace], unrecorded: float) -> dict[str, Any]:
@@ -131,18 +150,17 @@ def assemble_demonstrations(
     n = len(traces)
     weight = 1.0 / max(sum(trace.trained_tokens for trace in traces), 1)
     named = {"step": step, "version": version, "policy": policy, "objective": "imitation"}
-    return _batch(traces, [1.0] * n, [weight] * n, list(range(n)), **named)
+    values = np.ones(sum(len(trace) for trace in traces), np.float64)
+    return _batch(traces, values, [weight] * n, list(range(n)), **named)
 
 
 def _batch(
-    traces: Sequence[Trace], values: Sequence[float], weights: Sequence[float], groups: Sequence[int], **rest: Any
+    traces: Sequence[Trace], values: FloatArray, weights: Sequence[float], groups: Sequence[int], **rest: Any
 ) -> Batch:
+    """Return the batch of these traces, with the advantage of every token and the weight of each trace's tokens."""
     lengths = np.array([len(trace) for trace in traces], np.int32)
     trained = _joined([trace.trained for trace in traces], np.bool_)
-
-    def spread(per_trace: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float32]]:
-        return np.where(trained, np.repeat(np.asarray(per_trace, np.float64), lengths), 0.0).astype(np.float32)
-
+    per_token = np.repeat(np.asarray(weights, np.float64), lengths)
     return Batch(
         token_ids=_joined([trace.token_ids for trace in traces], np.int32),
         lengths=lengths,
@@ -150,8 +168,8 @@ def _batch(
         trained=trained,
         logprobs=_joined([trace.logprobs for trace in traces], np.float32),
         versions=_joined([trace.versions for trace in traces], np.int32),
-        advantages=spread(values),
-        weights=spread(weights),
+        advantages=np.where(trained, values, 0.0).astype(np.float32),
+        weights=np.where(trained, per_token, 0.0).astype(np.float32),
         kept=Kept.joined([(len(trace), trace.kept) for trace in traces]),
         routing=join_routing([(len(trace), trace.routing) for trace in traces]),
         **rest,

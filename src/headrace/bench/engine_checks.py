@@ -41,6 +41,30 @@ def plain_twin(model: Any) -> Any:
     return twin
 
 
+class _WidenedLayer(torch.nn.Module):
+    """A layer that computes in float32 with the weights of another layer, of which it makes a copy for each pass."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        # In a tuple, so that it is no part of this module: `float()` on the model must not change the layer itself.
+        self._narrow = (layer,)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._narrow[0], name)
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return copy.deepcopy(self._narrow[0]).float()(*given, **named)
+
+
+def widened_twin(twin: Any) -> Any:
+    """Return the twin in float32. The decoder layers are widened one at a time, so that a large model fits too."""
+    layers: dict[int, Any] = {id(layer): _WidenedLayer(layer) for layer in getattr(twin.get_decoder(), "layers", [])}
+    return copy.deepcopy(twin, layers).float()
+
+
 @torch.inference_mode()
 def install(model: Any, weights: Weights) -> None:
     """Copy these weights over those of the model."""
@@ -62,7 +86,7 @@ def rescore(twin: Any, rows: list[Row]) -> dict[str, Any]:
     `outside` counts the tokens that top-k or top-p leaves out in float32, although the engine sampled them. They have
     no log-probability in float32, so they are not among the errors.
     """
-    exact = twin if twin.dtype == torch.float32 else copy.deepcopy(twin).float()
+    exact = twin if twin.dtype == torch.float32 else widened_twin(twin)
     expected, own = (
         np.concatenate([row_logprobs(model, request, answer.token_ids) for request, answer in rows])
         for model in (exact, twin)

@@ -57,6 +57,9 @@ class EngineBench(Bench, frozen=True, kw_only=True):
     device: Device = "auto"
     graphs: Annotated[bool | None, Option("--graphs/--no-graphs", help="CUDA graphs.")] = None
     compile: Annotated[bool | None, Option("--compile/--no-compile", help="Compiled layers.")] = None
+    expert_kernels: Annotated[
+        bool | None, Option("--expert-kernels/--no-expert-kernels", help="Headrace's kernels for experts.")
+    ] = None
     block_size: Annotated[int, Option(help="Tokens in a block of the cache; 0 takes the engine's.", min=0)] = 0
     prefill_chunk: Annotated[int, Option(help="Prompt tokens a step; 0 takes the engine's.", min=0)] = 0
     threads: Annotated[int, Option(help="Compute threads; 0 takes torch's default.", min=0)] = 0

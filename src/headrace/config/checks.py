@@ -69,6 +69,7 @@ def check_together(config: Config) -> None:
         raise ConfigError("[task] command: give an agent or a command, not both")
     if isinstance(config.task, AgentTaskConfig) and config.rollouts.truncates:
         raise ConfigError("[rollouts] top_k, top_p, min_p: agents' answers are drawn without truncation")
+    _check_shuffle(config)
     _check_ranks(config)
     if not is_reference(config.delivery.transport):
         check_transport(config)
@@ -124,12 +125,22 @@ def _check_buffer(config: Config) -> None:
         raise ConfigError("[buffer] correct_above: says where [algorithm] corrections apply, and there are none")
     if "zero_variance" in buffer.filter and rollouts.group_size < 2:
         raise ConfigError("[buffer] filter: 'zero_variance' compares answers and needs [rollouts] group_size >= 2")
+    if "overlong" in buffer.filter and config.algorithm.mask_overlong:
+        raise ConfigError("[algorithm] mask_overlong: [buffer] filter 'overlong' leaves these answers out already")
     if buffer.oversample > 1 and not buffer.filter:
         raise ConfigError("[buffer] oversample: makes up for groups that are filtered, and filter is empty")
     if rollouts.min_group is not None and not min(2, rollouts.group_size) <= rollouts.min_group <= rollouts.group_size:
         raise ConfigError(
             f"[rollouts] min_group: {rollouts.min_group} is not between {min(2, rollouts.group_size)} and group_size "
             f"{rollouts.group_size}"
+        )
+
+
+def _check_shuffle(config: Config) -> None:
+    if config.scoring.shuffle and config.algorithm.credit != "rollout":
+        raise ConfigError(
+            f"[scoring] shuffle: only the rewards of rollouts are shuffled, and credit = {config.algorithm.credit!r} "
+            "learns from finer scores too"
         )
 
 
@@ -288,6 +299,12 @@ def _check_ignored(algorithm: AlgorithmConfig) -> None:
                 raise ConfigError(f"[algorithm] {key}: only {correction!r} looks at it, which is not in corrections")
     if "kl_weight" in changed and algorithm.kl == "none":
         raise ConfigError("[algorithm] kl_weight: kl is 'none', so nothing has this weight (set kl)")
+    if algorithm.credit == "rollout":
+        for key in ("discount", "baseline", "outcome_weight"):
+            if key in changed:
+                raise ConfigError(f"[algorithm] {key}: credit is 'rollout', so nothing finer is compared (set credit)")
+    elif algorithm.baseline == "state" and algorithm.credit != "turn":
+        raise ConfigError("[algorithm] baseline: 'state' is what precedes a turn (set credit = 'turn', or 'prefix')")
     if "overlong_penalty" in changed and not algorithm.overlong_buffer:
         raise ConfigError("[algorithm] overlong_penalty: overlong_buffer is 0, so no answer is punished (set it)")
 

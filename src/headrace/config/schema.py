@@ -4,38 +4,33 @@ The TOML sections have the names of the stages. Unknown keys are errors. `tests/
 because adding a key is a feature and renaming a key breaks every user.
 """
 
-import pkgutil
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 from msgspec.structs import replace
 
+from headrace.config.algorithm import LOSSES as LOSSES
+from headrace.config.algorithm import AlgorithmConfig as AlgorithmConfig
 from headrace.config.base import (
     PROCESSES as PROCESSES,
 )
 from headrace.config.base import (
     BelowOne,
     Fraction,
-    Gpus,
     NonNegative,
     NonNegativeFloat,
     Positive,
     PositiveFloat,
     Processes,
-    Section,
     Share,
 )
+from headrace.config.base import Gpus as Gpus
 from headrace.config.base import Names as Names
+from headrace.config.base import Section as Section
 from headrace.config.base import is_reference as is_reference
 from headrace.config.base import names_of as names_of
 from headrace.config.scorers import ModelScorerSection, ScorerConfig
 from headrace.types import POLICY, TASK
-
-POLICY_LOSSES = Path(__file__).parents[1] / "algorithms" / "losses" / "policy"
-"""The folder of the built-in losses. Its modules are listed, not imported, because they need torch."""
-
-LOSSES = Names(module.name for module in pkgutil.iter_modules([str(POLICY_LOSSES)]))
 
 
 class RunConfig(Section, frozen=True):
@@ -216,6 +211,9 @@ class EngineConfig(Section, frozen=True):
     """GPU: capture decode steps as CUDA graphs."""
     compile: bool = True
     """GPU: compile the model's layers when the engine starts. `docs/performance.md` says how long this takes."""
+    expert_kernels: bool = True
+    """GPU: decode mixtures of experts with Headrace's own kernels, where they fit the model. `false` leaves the experts
+    to torch, to find out whether the kernels are at fault."""
     threads: Processes = 1
     """The number of compute threads of each engine process (CPU)."""
     slots: Positive = 64
@@ -342,73 +340,6 @@ class BufferConfig(Section, frozen=True):
     expected, the surplus groups are dropped, so the lag bound holds."""
 
 
-class AlgorithmConfig(Section, frozen=True):
-    """[algorithm]: how rewards become a loss."""
-
-    advantage: Annotated[str, Names(("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus"))] = "grpo"
-    """How the advantage follows from the reward R. `grpo`: `(R - mean) / std` of the group. `dr_grpo`: `R - mean`.
-    `rloo`: `R - mean of the others`. `maxrl`: `(R - mean) / mean`. `reinforce_plus_plus`: `(R - mean) / std` of the
-    whole step."""
-    loss: Annotated[str, LOSSES] = "cispo"
-    """The policy loss, computed from importance ratios and advantages. `docs/losses.md` has the formulas."""
-    clip_low: NonNegativeFloat | None = None
-    """The ratio is clipped below at 1 - clip_low. The default depends on the loss: 0.2, and 0.0003 for gspo."""
-    clip_high: NonNegativeFloat | None = None
-    """The ratio is clipped above at 1 + clip_high. The default depends on the loss: 0.28 for cispo, dapo and
-    distillation, 0.2 for grpo and decoupled_ppo, 0.0004 for gspo."""
-    sapo_tau_positive: PositiveFloat = 1.0
-    """How fast the gate of sapo closes for tokens with a positive advantage."""
-    sapo_tau_negative: PositiveFloat = 1.05
-    """How fast the gate of sapo closes for tokens without a positive advantage."""
-    dppo_delta: NonNegativeFloat = 0.2
-    """How far a token's probability may move before dppo_tv excludes the token."""
-    proximal: Literal["interpolated", "recomputed"] = "interpolated"
-    """The proximal policy of decoupled_ppo. `interpolated`: between the sampler and the policy. `recomputed`: the
-    weights with which the version in training began; this needs a copy of them and one more forward pass."""
-    proximal_mix: Fraction | None = None
-    """The sampler's share in the interpolated proximal policy of decoupled_ppo. By default 1 / lag of the token, and 0
-    at lag 0."""
-    teacher: str | None = None
-    """distillation: the model to learn from: a directory, or a name on the hub, `owner/name` or `owner/name@revision`.
-    Its tokenizer must be that of the trained model."""
-    kl: Literal["none", "k1", "k2", "k3"] = "none"
-    """The estimate of the divergence from the reference policy that is added to the loss. It needs one more forward
-    pass. The reference is a copy of the weights before the first policy step, after a warm start if there is one. With
-    [lora] the reference is the base model without the adapter: it needs no copy, and does not include what a warm start
-    has trained."""
-    kl_weight: NonNegativeFloat = 1e-3
-    """The weight of `kl` in the loss."""
-    entropy_weight: NonNegativeFloat | None = None
-    """The weight of the entropy bonus at trained tokens. 0 only measures the entropy. By default the entropy is not
-    computed."""
-    corrections: list[Literal["tis", "icepop", "mis", "opsm"]] = []
-    """How tokens on which policy and sampler disagree are treated, with any loss. Several corrections can be
-    combined."""
-    tis_cap: PositiveFloat = 2.0
-    """tis: the largest importance weight of a token in the gradient."""
-    icepop_low: NonNegativeFloat = 0.5
-    """icepop: a token with a smaller ratio is left out."""
-    icepop_high: PositiveFloat = 5.0
-    """icepop: a token with a larger ratio is left out."""
-    mis_ratio: Literal["product", "mean"] = "product"
-    """mis: how a sequence's ratio follows from its tokens' ratios: their `product`, or their geometric `mean`."""
-    mis_low: NonNegativeFloat = 0.0
-    """mis: a sequence with a smaller ratio is left out."""
-    mis_high: PositiveFloat = 2.0
-    """mis: a sequence with a larger ratio is left out."""
-    opsm_limit: NonNegativeFloat = 1e-4
-    """opsm: if a sequence's mean of log(sampler / policy) is larger, its tokens with negative advantage are left
-    out."""
-    overlong_buffer: NonNegative = 0
-    """The overlong penalty rises over this many tokens before `[rollouts] max_tokens`. 0 switches it off."""
-    overlong_penalty: NonNegativeFloat = 1.0
-    """The overlong penalty: how much the reward loses at `max_tokens` when `overlong_buffer` is on."""
-    length_penalty: NonNegativeFloat = 0.0
-    """How much the reward loses at `max_tokens`. Shorter answers lose in proportion to their length."""
-    normalize: Literal["token", "sequence", "constant"] = "token"
-    """What the loss is averaged over: the step's tokens, its sequences, or `groups x group_size x max_tokens`."""
-
-
 class TrainingConfig(Section, frozen=True):
     """[training]: how batches become new weights."""
 
@@ -456,7 +387,7 @@ class TrainingConfig(Section, frozen=True):
     clip_norm: PositiveFloat = 1.0
     """The largest global norm of a step's gradient. Larger gradients are scaled down."""
     max_skipped: Positive = 10
-    """A step whose gradients are not finite is skipped. The run ends after this many skipped steps in a row."""
+    """A step whose loss or gradients are not finite is skipped. The run ends after this many skipped steps in a row."""
     micro_batch_tokens: Positive = 8192
     """The number of tokens in one forward and backward pass."""
     share_prefixes: bool = True

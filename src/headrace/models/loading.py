@@ -1,6 +1,7 @@
 """Loading of a model directory: with its weights, or from its config alone with random weights."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def load_model(
     """
     path = Path(path)
     check_model_dir(path, weights)
-    try:
+    with refusing_unusable(path):
         if weights == "random":
             config = AutoConfig.from_pretrained(path)
             with torch.random.fork_rng(devices=[]):
@@ -48,12 +49,19 @@ def load_model(
                 ignore_mismatched_sizes=True,  # `_check_tensors` refuses them, in one line.
             )
             _check_tensors(path, info)
+    return model.to(device).eval()
+
+
+@contextmanager
+def refusing_unusable(path: Path) -> Iterator[None]:
+    """Turn what transformers raises for an unusable model directory into a `ModelError` of one line."""
+    try:
+        yield
     except UNUSABLE as error:
         reason = one_line(str(error).strip().partition("\n")[0], 300) or type(error).__name__
         if isinstance(error, KeyError) and error.args == (ATTENTION,):
             reason = "it does not use transformers' attention interface"
         raise ModelError(f"{path} cannot be loaded as a causal language model: {reason}") from error
-    return model.to(device).eval()
 
 
 def _check_tensors(path: Path, info: Mapping[str, Any]) -> None:

@@ -257,7 +257,8 @@ class Recorder:
         }
         notes = [warning] if (warning := self._drift.warning()) else []
         if report.skipped:
-            why = "its batch has no token to train" if math.isfinite(report.grad_norm) else "its gradient is not finite"
+            what = "gradient" if math.isfinite(report.loss) else "loss"
+            why = "its batch has no token to train" if math.isfinite(report.grad_norm) else f"its {what} is not finite"
             notes.append(f"step {batch.step} was skipped: {why}")
 
         advised = self._journalled(self._advisor.step(figures), batch.step) if batch.objective == "policy" else []

@@ -84,7 +84,7 @@ class StepReport(msgspec.Struct, kw_only=True):
     micro_batches: int
     seconds: float
     skipped: bool = False
-    """Whether the weights stayed the same, because the gradient was not finite or the batch held no trained token."""
+    """Whether the weights stayed the same, because loss or gradient were not finite or no token was trained."""
     skipped_steps: int = 0
     """The number of skipped steps since the trainer's first step, this step included."""
     metrics: dict[str, float] = {}

@@ -231,16 +231,23 @@ def on_whole_matrices(
     return own_part(function(whole_tensor(placed_like(part, parameter))), parameter).to(part.device)
 
 
-def global_norm(gradients: Iterable[torch.Tensor], ranks: Ranks | None) -> torch.Tensor:
-    """Return the norm of all gradients together, with each element counted once. It is equal on all ranks."""
+def global_norm(
+    gradients: Iterable[torch.Tensor], ranks: Ranks | None, loss: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the norm of all gradients together, with each element counted once. It is equal on all ranks.
+
+    It is not a number if the `loss` of any rank is not finite: such a loss may have gradients that look harmless.
+    """
     gradients = list(gradients)
+    blemish = torch.zeros(()) if loss is None else 0.0 * loss
     if ranks is None:
-        return torch.nn.utils.get_total_norm(gradients)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        return norm + blemish.to(norm)
     held: dict[int, list[torch.Tensor]] = {}
     for gradient in gradients:
         held.setdefault(copies(gradient, ranks), []).append(local_tensor(gradient))
     mine = sum(float(torch.nn.utils.get_total_norm(parts)) ** 2 / times for times, parts in held.items())
-    (total,) = ranks.sum_over_all([mine])
+    (total,) = ranks.sum_over_all([mine + float(blemish)])
     return torch.tensor(total, dtype=torch.float64).sqrt()
 
 

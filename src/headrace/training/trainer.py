@@ -129,7 +129,7 @@ class Trainer:
         )
         rate = self._rate(batch)
         with self._spans.span("optimize") if self._spans else nullcontext():
-            read = self._optimizer.begin(rate)
+            read = self._optimizer.begin(rate, gradients.sums.get(LOSS))
             if self._half is not None:
                 self._half.refresh()
             # This is the only place in a step where the host waits for the device.
@@ -145,7 +145,8 @@ class Trainer:
         row = self._state.skipped_in_a_row
         if row >= self._training.max_skipped:
             raise HeadraceError(
-                f"the last {row} steps were skipped because their gradients are not finite (norm {applied.norm}); "
+                f"the last {row} steps were skipped because their losses or gradients are not finite "
+                f"(norm {applied.norm}); "
                 f"[training] max_skipped = {self._training.max_skipped} ends the run"
             )
         return StepReport(

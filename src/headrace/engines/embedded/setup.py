@@ -46,7 +46,7 @@ def make_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runn
 def make_host_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
     """Return the host's runner, which computes with plain torch, on any device. Its results are there at once."""
     blocks = _wanted_blocks(config, max_length)
-    runner = HostRunner(model, blocks, config.block_size, _recorded_experts(model))
+    runner = HostRunner(model, blocks, config.block_size, _recorded(prepare_experts(model)))
     return runner, BlockPool(blocks, config.block_size)
 
 
@@ -58,11 +58,12 @@ def _wanted_blocks(config: EngineConfig, max_length: int) -> int:
 def make_device_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
     """Return the GPU's runner. If the model is not on a GPU, Triton's interpreter must run the kernels."""
     # Imported here, because Triton is needed only with a GPU, and may be installed only there.
+    from headrace.engines.embedded.device.experts import choose_products
     from headrace.engines.embedded.device.runner import DeviceRunner
     from headrace.engines.embedded.device.state import DeviceCache, affordable_blocks, layer_shapes
 
     parameter = next(model.parameters())
-    routing = _recorded_experts(model)
+    routing = _recorded(prepare_experts(model, choose_products) if config.expert_kernels else prepare_experts(model))
     keep_logits_in_float32(model)
     compiled = _compile_layers(model) if config.compile else None
     if config.compile and compiled is None:
@@ -96,8 +97,7 @@ def make_device_runner(model: Any, config: EngineConfig, max_length: int) -> tup
     return runner, BlockPool(blocks, config.block_size)
 
 
-def _recorded_experts(model: Any) -> RoutingShape | None:
-    shape = prepare_experts(model)
+def _recorded(shape: RoutingShape | None) -> RoutingShape | None:
     return shape if shape is not None and shape.recorded else None
 
 
