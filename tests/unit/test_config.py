@@ -14,6 +14,7 @@ from headrace.config import (
     FunctionScorerConfig,
     GymTaskConfig,
     JudgeConfig,
+    ProgramConfig,
     dump_config,
     load_config,
     make_config,
@@ -87,6 +88,7 @@ GYM_KEYS = {"name", "config", "size", "system", "suffix", "answer_pattern", "wei
 ENVIRONMENT_KEYS = {"factory", "config", "weight"}
 SCORER_KEYS = {"scorer", "weight", "config"}
 SERVED_KEYS = {"weight", "concurrency", "timeout", "retries", "patience"}
+PROGRAM_KEYS = {*SERVED_KEYS, "command", "memory", "processes", "network", "environment"}
 MODEL_SCORER_KEYS = {
     *SERVED_KEYS, "model", "revision", "dtype", "gpus", "memory_fraction", "threads", "cores", "slots", "max_length",
 }  # fmt: skip
@@ -112,7 +114,7 @@ def test_keys_are_pinned() -> None:
     pinned = {
         AgentTaskConfig: AGENT_KEYS, DatasetTaskConfig: DATASET_KEYS,
         EnvironmentTaskConfig: ENVIRONMENT_KEYS, GymTaskConfig: GYM_KEYS,
-        FunctionScorerConfig: SCORER_KEYS, JudgeConfig: JUDGE_KEYS,
+        FunctionScorerConfig: SCORER_KEYS, JudgeConfig: JUDGE_KEYS, ProgramConfig: PROGRAM_KEYS,
     }  # fmt: skip
     assert {kind: set(kind.__struct_fields__) for kind in pinned} == pinned
     assert set(POLICY_SECTIONS) == POLICY_KEYS

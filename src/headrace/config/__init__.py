@@ -14,4 +14,5 @@ from headrace.config.schema import MixtureConfig as MixtureConfig
 from headrace.config.schema import TaskConfig as TaskConfig
 from headrace.config.scorers import FunctionScorerConfig as FunctionScorerConfig
 from headrace.config.scorers import JudgeConfig as JudgeConfig
+from headrace.config.scorers import ProgramConfig as ProgramConfig
 from headrace.config.scorers import ScorerConfig as ScorerConfig

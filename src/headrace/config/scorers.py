@@ -1,8 +1,10 @@
 """The sections `[scorers.NAME]`: a scorer of each kind. A section without `kind` is a scorer of kind "function"."""
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
+
+from msgspec import Meta
 
 from headrace.config.base import (
     NonNegative,
@@ -48,6 +50,25 @@ class ServedScorerSection(ScorerSection, frozen=True):
     patience: NonNegativeFloat = 60.0
     """Seconds that a question waits while nothing can be reached that would answer it. After that, such an attempt
     counts as failed too."""
+
+
+class ProgramConfig(ServedScorerSection, frozen=True, kw_only=True, tag="program"):
+    """[scorers.NAME] kind = "program": a program that is run for every answer, in a sandbox."""
+
+    command: Annotated[list[str], Meta(min_length=1)]
+    """The program and its arguments. It reads a JSON object with `prompt`, `completion` and the fields of the prompt.
+    The last line that it prints is a number, or a JSON object with `reward` and further numbers to record. A word that
+    is a file beside the TOML file becomes its path."""
+    memory: Annotated[int, Meta(ge=16, le=1 << 30)] = 1024
+    """The most memory of each process of the program, in MiB of its address space."""
+    processes: Positive = 1
+    """The most processes that the program may have, itself included."""
+    network: bool = False
+    """Whether the program may use the network. Otherwise every socket is refused."""
+    environment: dict[str, str] = {}
+    """The environment variables of the program, beside `PATH`, `HOME`, `TMPDIR` and `LANG`. It inherits none."""
+    concurrency: Positive = 2
+    """The most answers that are judged at the same time, each by a process of its own. Further rollouts wait."""
 
 
 class ModelScorerSection(ServedScorerSection, frozen=True):
@@ -109,7 +130,7 @@ class JudgeConfig(ModelScorerSection, frozen=True, kw_only=True, tag="judge"):
     """How many judgements are remembered. The same question is then not asked twice. 0 remembers none."""
 
 
-ScorerConfig = FunctionScorerConfig | JudgeConfig
+ScorerConfig = FunctionScorerConfig | ProgramConfig | JudgeConfig
 
 
 def check_scorer(place: str, scorer: ScorerConfig) -> None:

@@ -22,6 +22,7 @@ from headrace.config import (
     GymTaskConfig,
     JudgeConfig,
     MixtureConfig,
+    ProgramConfig,
     ScorerConfig,
     TaskConfig,
 )
@@ -43,6 +44,7 @@ from headrace.scoring.base import Scorer, Stage
 from headrace.scoring.functions import is_reward_function
 from headrace.scoring.judges import Judge, Template
 from headrace.scoring.model_process import ROLE, ModelEngine
+from headrace.scoring.programs import Program
 from headrace.scoring.replies import EngineReplies, UrlReplies
 from headrace.scoring.rewards import WorkerScorer
 from headrace.tasks.base import Task
@@ -274,6 +276,8 @@ def _named_scorer(config: Config, name: str, scorer: ScorerConfig) -> Scorer:
     match scorer:
         case FunctionScorerConfig():
             return _function_scorer(config, f"[scorers.{name}] scorer", scorer)
+        case ProgramConfig():
+            return Program(scorer, f"scorers.{name}")
         case JudgeConfig():
             return _judge(config, name, scorer)
 

@@ -30,8 +30,9 @@ class Unreachable(ScoreError):
 class Asking:
     """The questions of one scorer to what answers them."""
 
-    def __init__(self, section: ServedScorerSection) -> None:
-        """Take the limits of a section of the configuration."""
+    def __init__(self, section: ServedScorerSection, *, timed: bool = True) -> None:
+        """Take the limits of a section of the configuration. If not `timed`, attempts keep the timeout themselves."""
+        self._timeout = section.timeout if timed else None
         self._places = asyncio.Semaphore(section.concurrency)
         self._section = section
         self._waiting = 0
@@ -59,15 +60,15 @@ class Asking:
             self._places.release()
 
     async def _attempts(self, attempt: Callable[[int], Awaitable[T]]) -> T:
-        timeout, began, number, pause = self._section.timeout, time.monotonic(), 0, FIRST_PAUSE
+        began, number, pause = time.monotonic(), 0, FIRST_PAUSE
         while True:
             try:
-                async with asyncio.timeout(timeout):
+                async with asyncio.timeout(self._timeout):
                     return await attempt(number)
             except NoUseToRetry:
                 raise
             except TimeoutError:
-                failure = ScoreError(f"there was no answer within {timeout:g} s")
+                failure = ScoreError(f"there was no answer within {self._timeout:g} s")
             except ScoreError as error:
                 failure = error
             if not isinstance(failure, Unreachable) or time.monotonic() - began > self._section.patience:
