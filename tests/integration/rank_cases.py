@@ -53,6 +53,9 @@ CASES = {
     "kl": Case(KL),
     "recomputed": Case(AlgorithmConfig(loss="decoupled_ppo", proximal="recomputed"), steps_per_version=2),
     "distillation": Case(AlgorithmConfig(loss="distillation", teacher="teacher")),
+    "likeliest": Case(
+        AlgorithmConfig(teacher="teacher", teacher_divergence="reverse", teacher_top_k=5, teacher_weight=0.5)
+    ),
     "muon": Case(training=MUON),
 }
 

@@ -43,7 +43,8 @@ KEYS = {
     "buffer": {"depth", "max_lag", "groups", "on_stale", "correct_above", "filter", "oversample"},
     "algorithm": {
         "advantage", "loss", "clip_low", "clip_high", "sapo_tau_positive", "sapo_tau_negative", "dppo_delta",
-        "proximal_mix", "proximal", "teacher", "kl", "kl_weight", "entropy_weight",
+        "proximal_mix", "proximal", "teacher", "teacher_divergence", "teacher_top_k", "teacher_weight",
+        "kl", "kl_weight", "entropy_weight",
         "corrections", "tis_cap", "icepop_low", "icepop_high", "mis_ratio", "mis_low", "mis_high",
         "opsm_limit", "overlong_buffer", "overlong_penalty", "length_penalty", "mask_overlong", "normalize",
         "credit", "discount", "baseline", "outcome_weight",
@@ -105,6 +106,28 @@ def test_names_of_other_libraries_lead_to_keys_that_exist() -> None:
             assert all(key in known[section] for key in keys.split(" and ")), name
         elsewhere = {key for section, keys in known.items() for key in keys if meant != f"[{section}] {key}"}
         assert name not in elsewhere, f"{name} is a key here too"
+
+
+ALONE = ["algorithm.loss=distillation", "algorithm.teacher=t"]
+BESIDE = ["algorithm.teacher=t", "algorithm.teacher_weight=0.5"]
+TEACHER_MISTAKES = [
+    (["algorithm.teacher_weight=1.0"], r"\[algorithm\] teacher: teacher_weight needs the directory"),
+    ([*ALONE, "algorithm.teacher_weight=1.0"], r"teacher_weight: loss 'distillation' learns from the teacher alone"),
+    ([*BESIDE, "algorithm.teacher_top_k=4"], r"\[algorithm\] teacher_top_k: only teacher_divergence 'forward' and"),
+    (
+        [*ALONE, "algorithm.teacher_divergence=reverse", 'algorithm.corrections=["tis"]'],
+        r"'tis' limits importance weights, and teacher_divergence 'reverse' has none",
+    ),
+    (
+        [*BESIDE, "algorithm.teacher_divergence=reverse", "rollouts.top_p=0.9"],
+        r"\[algorithm\] teacher_divergence: 'reverse' compares whole distributions",
+    ),
+]
+
+
+def test_any_loss_may_have_a_teacher_beside_its_rewards() -> None:
+    more = ["algorithm.teacher_divergence=forward", "algorithm.teacher_top_k=4", "algorithm.loss=grpo"]
+    assert make_config(MINIMAL, [*BESIDE, *more]).algorithm.teacher_top_k == 4
 
 
 def test_keys_are_pinned() -> None:
@@ -252,6 +275,9 @@ def test_values_that_cannot_go_together() -> None:
         make_config(MINIMAL, ["algorithm.loss=distillation"])
     with pytest.raises(ConfigError, match=r"\[algorithm\] teacher: only loss 'distillation' learns from one"):
         make_config(MINIMAL, ["algorithm.teacher=elsewhere"])
+    for settings, line in TEACHER_MISTAKES:
+        with pytest.raises(ConfigError, match=line):
+            make_config(MINIMAL, settings)
     with pytest.raises(ConfigError, match=r"\[algorithm\] corrections: 'opsm' goes by rewards"):
         make_config(MINIMAL, ["algorithm.loss=distillation", "algorithm.teacher=t", 'algorithm.corrections=["opsm"]'])
     with pytest.raises(ConfigError, match=r"\[engine\] cache_tokens"):
@@ -342,7 +368,7 @@ def test_one_answer_is_enough_where_its_group_is_not_compared() -> None:
 CHANGED = {
     "clip_low": 0.1, "clip_high": 0.1, "sapo_tau_positive": 2.0, "sapo_tau_negative": 2.0, "dppo_delta": 0.3,
     "proximal": "recomputed", "proximal_mix": 0.5, "tis_cap": 3.0, "icepop_low": 0.4, "icepop_high": 4.0,
-    "mis_ratio": "mean", "mis_low": 0.1, "mis_high": 3.0, "opsm_limit": 1e-3,
+    "mis_ratio": "mean", "mis_low": 0.1, "mis_high": 3.0, "opsm_limit": 1e-3, "teacher_divergence": "forward",
 }  # fmt: skip
 
 

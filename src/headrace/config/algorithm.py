@@ -4,7 +4,8 @@ import pkgutil
 from pathlib import Path
 from typing import Annotated, Literal
 
-from headrace.config.base import Fraction, Names, NonNegative, NonNegativeFloat, PositiveFloat, Section
+from headrace.config.base import Fraction, Names, NonNegative, NonNegativeFloat, PositiveFloat
+from headrace.config.teachers import TeacherKeys
 
 POLICY_LOSSES = Path(__file__).parents[1] / "algorithms" / "losses" / "policy"
 """The folder of the built-in losses. Its modules are listed, not imported, because they need torch."""
@@ -12,7 +13,7 @@ POLICY_LOSSES = Path(__file__).parents[1] / "algorithms" / "losses" / "policy"
 LOSSES = Names(module.name for module in pkgutil.iter_modules([str(POLICY_LOSSES)]))
 
 
-class AlgorithmConfig(Section, frozen=True):
+class AlgorithmConfig(TeacherKeys, frozen=True):
     """[algorithm]: how rewards become a loss."""
 
     advantage: Annotated[str, Names(("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus"))] = "grpo"
@@ -51,9 +52,6 @@ class AlgorithmConfig(Section, frozen=True):
     proximal_mix: Fraction | None = None
     """The sampler's share in the interpolated proximal policy of decoupled_ppo. By default 1 / lag of the token, and 0
     at lag 0."""
-    teacher: str | None = None
-    """distillation: the model to learn from: a directory, or a name on the hub, `owner/name` or `owner/name@revision`.
-    Its tokenizer must be that of the trained model."""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
     """The estimate of the divergence from the reference policy that is added to the loss. It needs one more forward
     pass. The reference is a copy of the weights before the first policy step, after a warm start if there is one. With

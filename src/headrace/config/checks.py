@@ -15,6 +15,7 @@ from headrace.config.declared import (
     correction_facts,
     loss_facts,
     losses_that_read,
+    needs,
     transport_facts,
 )
 from headrace.config.memory import runs_on_gpu
@@ -245,6 +246,11 @@ def _check_algorithm(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> No
     buffer, longest = algorithm.overlong_buffer, rollouts.max_tokens
     if buffer > longest:
         raise ConfigError(f"[algorithm] overlong_buffer: {buffer} is above [rollouts] max_tokens {longest}")
+    if rollouts.truncates and algorithm.teacher_divergence != "sampled":
+        raise ConfigError(
+            f"[algorithm] teacher_divergence: {algorithm.teacher_divergence!r} compares whole distributions, and "
+            "[rollouts] top_k, top_p or min_p cut what is sampled from (remove them)"
+        )
     if not is_reference(algorithm.loss):
         if not is_reference(algorithm.advantage):
             _check_group(algorithm, rollouts)
@@ -271,23 +277,39 @@ def _check_group(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> None:
 def _check_loss(algorithm: AlgorithmConfig, facts: LossFacts) -> None:
     """Raise `ConfigError` if the loss contradicts the teacher, the corrections, or a key that is not at its default."""
     loss, corrections = algorithm.loss, correction_facts()
-    learns = "teacher" in facts.needed(algorithm)
-    if learns and algorithm.teacher is None:
-        raise ConfigError(f"[algorithm] teacher: loss {loss!r} needs the directory of a model to learn from")
+    _check_teacher(algorithm, facts)
     for name in algorithm.corrections:
         if name in corrections.goes_by_rewards and not facts.uses_rewards:
             raise ConfigError(f"[algorithm] corrections: {name!r} goes by rewards, which loss {loss!r} does not")
+        if name in corrections.caps_weights and loss == "distillation" and algorithm.teacher_divergence != "sampled":
+            raise ConfigError(
+                f"[algorithm] corrections: {name!r} limits importance weights, and teacher_divergence "
+                f"{algorithm.teacher_divergence!r} has none"
+            )
         if name in corrections.caps_weights and not facts.caps_weights:
             raise ConfigError(
                 f"[algorithm] corrections: {name!r} limits importance weights, and loss {loss!r} does not declare "
                 "that it limits any (CAPS_WEIGHTS)"
             )
+    taught = loss_facts("distillation").reads or () if algorithm.teacher_weight is not None else ()
+    for key in _changed(algorithm):
+        if facts.reads is not None and key not in (*facts.reads, *taught) and (readers := losses_that_read(key)):
+            raise ConfigError(f"[algorithm] {key}: loss {loss!r} does not look at it (only {', '.join(readers)})")
+
+
+def _check_teacher(algorithm: AlgorithmConfig, facts: LossFacts) -> None:
+    """Raise `ConfigError` if there is no teacher for a loss that needs one, or if nothing learns from a teacher."""
+    loss, learns = algorithm.loss, needs(algorithm).teacher
+    if learns and algorithm.teacher is None:
+        wants = f"loss {loss!r}" if "teacher" in facts.needed(algorithm) else "teacher_weight"
+        raise ConfigError(f"[algorithm] teacher: {wants} needs the directory of a model to learn from")
+    if loss == "distillation" and algorithm.teacher_weight is not None:
+        raise ConfigError("[algorithm] teacher_weight: loss 'distillation' learns from the teacher alone (remove it)")
     if algorithm.teacher is not None and not learns:
         learners = " or ".join(repr(name) for name in LOSSES if "teacher" in loss_facts(name).needs)
-        raise ConfigError(f"[algorithm] teacher: only loss {learners} learns from one")
-    for key in _changed(algorithm):
-        if facts.reads is not None and key not in facts.reads and (readers := losses_that_read(key)):
-            raise ConfigError(f"[algorithm] {key}: loss {loss!r} does not look at it (only {', '.join(readers)})")
+        raise ConfigError(f"[algorithm] teacher: only loss {learners} learns from one, or any loss with teacher_weight")
+    if "teacher_top_k" in _changed(algorithm) and not needs(algorithm).top_k:
+        raise ConfigError("[algorithm] teacher_top_k: only teacher_divergence 'forward' and 'reverse' compare them")
 
 
 def _check_ignored(algorithm: AlgorithmConfig) -> None:

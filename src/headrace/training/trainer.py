@@ -32,13 +32,14 @@ from headrace.training.checkpoints.base import TrainerState, read_state
 from headrace.training.checkpoints.saving import Saver
 from headrace.training.devices import compute_dtype, input_device, upload
 from headrace.training.layers import compiled_layers, uncompiled, warm_up_batches
-from headrace.training.logprobs import EntropyOf, read_row
+from headrace.training.logprobs import EntropyOf, Readings, read_row
 from headrace.training.lora import TrainedAdapter
 from headrace.training.optimizer import HalfWeights, Optimizer, learning_rate
 from headrace.training.policies import FrozenPolicy, Policies
 from headrace.training.ranks import Ranks, reduce_gradients, reshard
 from headrace.training.routing import following
 from headrace.training.rows import JOIN_COST, MicroBatch, passes, plan, plan_scoring
+from headrace.training.teaching import Lesson
 from headrace.types import NO_VERSION, Batch, Float32Array, Int32Array
 
 LOSS = "loss"
@@ -63,13 +64,17 @@ class Trainer:
         total_steps: int,
         warm_start: WarmStartConfig,
         teacher: Any = None,
+        teacher_recorded: bool = False,
         ranks: Ranks | None = None,
         spans: SpanRecorder | None = None,
         adapter: TrainedAdapter | None = None,
         chunk_elements: int | None = None,
         correct_above: int | None = None,
     ) -> None:
-        """Build the trainer. `chunk_elements` limits how many logits exist at once, if the default does not suit."""
+        """Build the trainer. `teacher_recorded` says that batches have the scores of a teacher outside of the trainer.
+
+        `chunk_elements` limits how many logits exist at once, if the default does not suit.
+        """
         self.model = model.eval()
         if adapter is not None:
             # The adapter must find its tensors after sharding, and before 16-bit copies replace the master weights.
@@ -83,7 +88,11 @@ class Trainer:
         self._policy_loss = build_loss(algorithm, correct_above)
         self._needs = needs(algorithm)
         self._policies = Policies(
-            self.model, self._needs, teacher=teacher, switched_off=adapter.disabled if adapter is not None else None
+            self.model,
+            self._needs,
+            teacher=teacher,
+            recorded=teacher_recorded,
+            switched_off=adapter.disabled if adapter is not None else None,
         )
         self._saver = Saver(model, self._policies, ranks=ranks, half=self._half, adapter=adapter)
         self._accumulate = partial(
@@ -334,7 +343,7 @@ def accumulate(
     mine = passes(rows, rank, shares) if ranks else [(row, True) for row in rows]
     ordered = deterministic if on_host else nullcontext
     with spans.span("score") if spans and policies else nullcontext(), ordered():
-        scores = {name: policy.logprobs([row for row, _ in mine], batch) for name, policy in (policies or {}).items()}
+        scores = {name: policy.readings([row for row, _ in mine], batch) for name, policy in (policies or {}).items()}
     sums: dict[str, torch.Tensor] = {}
     with dropout():
         # A row does not count if it is only computed again to keep this rank in step with the others; see `passes`.
@@ -368,7 +377,7 @@ def _backward(
     batch: Batch,
     row: MicroBatch,
     loss: Loss,
-    others: Mapping[str, torch.Tensor],
+    others: Mapping[str, Readings],
     entropy: EntropyOf,
     chunk_elements: int | None,
     *,
@@ -381,12 +390,17 @@ def _backward(
     """
     kept = None if batch.kept is None else batch.kept.at(row.sources)
     attention = PackedAttention(row)
+    others = dict(others)
+    lesson = Lesson.read(others.pop("teacher")) if "teacher" in others else None
+    if batch.teacher is not None:
+        lesson = Lesson.recorded(batch.teacher, row, input_device(model))
     readings = read_row(
         model,
         row,
         temperature=batch.temperature_at(row.sources),
         kept=kept,
         entropy=entropy,
+        top=None if lesson is None else lesson.top_ids,
         attention=attention,
         chunk_elements=chunk_elements,
     )
@@ -402,7 +416,9 @@ def _backward(
         sequences=upload(row.sequences, logprobs.device),
         lags=gathered(batch.token_lags()),
         entropy=readings.entropy,
-        **{name: scored.to(logprobs) for name, scored in others.items()},
+        teacher=None if lesson is None else lesson.logprobs.to(logprobs),
+        top=None if lesson is None else lesson.beside(readings),
+        **{name: scored.logprobs.to(logprobs) for name, scored in others.items()},
     )
     result = loss(inputs)
     total = (gathered(batch.weights) * result.values).sum()

@@ -13,10 +13,11 @@ A loss of your own is a file with a `build` function, selected in the configurat
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
+from headrace.algorithms.losses.teacher import TopTokens
 from headrace.config.schema import AlgorithmConfig
 from headrace.errors import ConfigError
 from headrace.reference import call_factory, import_function
@@ -26,7 +27,7 @@ MAX_LOG_RATIO = 20.0
 
 
 class TokenInputs(NamedTuple):
-    """The inputs of a loss for N trained tokens; every array is [N]. The last four are present if a loss asks for them.
+    """The inputs of a loss for N trained tokens; every array is [N]. The last five are present if a loss asks for them.
 
     The log-probabilities of every policy are at the sampling temperature, and over the tokens that sampling kept.
     """
@@ -52,6 +53,9 @@ class TokenInputs(NamedTuple):
     """The log-probabilities under the teacher, the model to learn from."""
     entropy: torch.Tensor | None = None
     """The entropy of pi at the token's position, differentiable if the loss has an entropy bonus."""
+    top: TopTokens | None = None
+    """The teacher's likeliest tokens at the token's position, if a loss asks for the teacher and `[algorithm]
+    teacher_divergence` is `forward` or `reverse`."""
 
 
 class TokenLoss(NamedTuple):
@@ -79,6 +83,8 @@ class Corrected(NamedTuple):
 Correction = Callable[[TokenInputs], Corrected]
 """A rule for tokens on which policy and sampler disagree. It goes by recorded ratios and is not differentiable."""
 
+T = TypeVar("T")
+
 LOSSES: dict[str, Callable[[AlgorithmConfig], Loss]] = {}
 """Every policy loss by its name in `[algorithm] loss`. The losses are the modules of `policy`."""
 
@@ -101,7 +107,7 @@ GOES_BY_REWARDS = ("opsm",)
 CAPS_WEIGHTS = ("tis",)
 
 
-def given(field: torch.Tensor | None) -> torch.Tensor:
+def given(field: T | None) -> T:
     """Return an optional field, which the loss must have declared among its `NEEDS`."""
     assert field is not None
     return field
@@ -117,6 +123,8 @@ def build_loss(config: AlgorithmConfig, correct_above: int | None = None) -> Los
             raise ConfigError(f"[algorithm] loss: {config.loss} returned a {type(loss).__name__}, not a loss function")
     if config.corrections:
         loss = corrected(loss, {name: CORRECTIONS[name](config) for name in config.corrections}, above=correct_above)
+    if config.teacher_weight is not None:
+        loss = with_teacher(loss, LOSSES["distillation"](config), config.teacher_weight)
     if config.entropy_weight is not None:
         loss = with_entropy(loss, config.entropy_weight)
     if config.kl != "none":
@@ -148,6 +156,17 @@ def corrected(loss: Loss, corrections: Mapping[str, Correction], above: int | No
             kept = kept & (exempt | verdict.kept)
         result = loss(inputs._replace(weight_cap=cap))
         return result._replace(values=torch.where(kept, result.values, 0.0), sums=result.sums | fractions)
+
+    return whole
+
+
+def with_teacher(loss: Loss, distillation: Loss, weight: float) -> Loss:
+    """Return the loss plus weight x distillation at every trained token, also at tokens that corrections leave out."""
+
+    def whole(inputs: TokenInputs) -> TokenLoss:
+        result, taught = loss(inputs), distillation(inputs)
+        sums = result.sums | {"teacher_kl": taught.sums["teacher_kl"]}
+        return TokenLoss(result.values + weight * taught.values, sums)
 
     return whole
 
