@@ -211,6 +211,9 @@ class EngineConfig(Section, frozen=True):
     """GPU: capture decode steps as CUDA graphs."""
     compile: bool = True
     """GPU: compile the model's layers when the engine starts. `docs/performance.md` says how long this takes."""
+    fuse_projections: bool = False
+    """GPU, compiled layers: compute queries, keys and values in one matrix product, and gate and up in another. The
+    parameters become views of one memory, under their own names. Layers with adapters stay as they are."""
     expert_kernels: bool = True
     """GPU: decode mixtures of experts with Headrace's own kernels, where they fit the model. `false` leaves the experts
     to torch, to find out whether the kernels are at fault."""
