@@ -8,7 +8,7 @@ Each projection is then a slice of the whole product. `merge_equal_products` mak
 from typing import Any
 
 import torch
-from torch.nn import Linear, Parameter
+from torch.nn import Linear
 from torch.nn.functional import linear
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -41,7 +41,7 @@ def fuse_projections(model: torch.nn.Module) -> int:
     fused = 0
     for module in list(model.modules()):
         for names in GROUPS:
-            parts = [getattr(module, name, None) for name in names]
+            parts: list[Any] = [getattr(module, name, None) for name in names]
             if _fit_together(parts):
                 _fuse(module, names, parts)
                 fused += 1
@@ -64,11 +64,11 @@ def _fuse(module: torch.nn.Module, names: tuple[str, ...], parts: list[Linear]) 
         first += part.out_features
 
 
-def _side_by_side(parameters: list[Parameter]) -> torch.Tensor:
+def _side_by_side(parameters: list[torch.Tensor]) -> torch.Tensor:
     """Move these parameters into one tensor, one after the other, and return the tensor."""
     whole = torch.cat([parameter.data for parameter in parameters])
     sizes = [len(parameter) for parameter in parameters]
-    for parameter, part in zip(parameters, whole.split(sizes), strict=True):
+    for parameter, part in zip(parameters, torch.split(whole, sizes), strict=True):
         parameter.data = part
     return whole
 
