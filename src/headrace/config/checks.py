@@ -33,6 +33,7 @@ from headrace.config.schema import (
     names_of,
 )
 from headrace.config.scorers import ScorerConfig
+from headrace.config.staging import needs_second_copy
 from headrace.errors import ConfigError, UserError, one_line
 
 REFERENCES = "or module:attribute, or file.py:attribute"
@@ -197,6 +198,10 @@ def _check_engine(config: Config) -> None:
         for key in ("python", "urls", "port", "arguments"):
             if getattr(engine, key):
                 raise ConfigError(f'[engine] {key}: only engine kind "vllm" has it')
+    if engine.staging != "auto" and engine.kind != "embedded":
+        raise ConfigError('[engine] staging: only engine kind "embedded" has it')
+    if engine.staging == "none" and (needed := needs_second_copy(config)):
+        raise ConfigError(f'[engine] staging = "none" does not go together with {needed}, which needs a second copy')
     if engine.kind != "vllm":
         if engine.gpus_per_engine > 1:
             which = "an embedded engine" if engine.kind == "embedded" else "an engine of your own"

@@ -239,6 +239,11 @@ class EngineConfig(Section, frozen=True):
     kv: Literal["keep", "recompute"] = "recompute"
     """What happens to the KV cache of running sequences when new weights arrive: `keep` it, or `recompute` it under the
     new weights."""
+    staging: Literal["auto", "device", "host", "none"] = "auto"
+    """Where an embedded engine holds a new version until it is live. `device`: beside the live weights. `host`: in host
+    memory. `none`: nowhere; while decoding is stopped, the version is copied straight over the live weights and proved
+    before the next token. `auto`: `device`, or `none` on a GPU whose memory is needed for the KV cache; the run says
+    which, and why ([details](engine.md#where-new-weights-are-staged))."""
     python: str = ""
     """vLLM: the Python interpreter of vLLM's own environment (`make vllm` creates `.venv-vllm/bin/python`)."""
     urls: list[str] = []

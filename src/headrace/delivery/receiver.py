@@ -6,18 +6,27 @@ receiver is in quarantine from the first byte that `install` writes until `prove
 unproved weights a version.
 
 On a GPU only the copy interrupts decoding: `stage` and the live digest run on their own streams.
+
+Without a second copy of the weights (`staging = "none"`), a version that is not in memory which the engine can read in
+place is fetched by `install`, straight over the live weights. A version that proves wrong is fetched again, once. If
+that fails too, or the publisher dies in mid-copy, the old weights are gone: the receiver stays in quarantine until a
+version is proved.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from headrace.delivery.base import Manifest, Proof, Score, Tolerance, canary_error, some_names
+from headrace.delivery.buckets import BUCKET_BYTES, cut
 from headrace.delivery.copying import all_on, copy_all
 from headrace.delivery.delta import apply
 from headrace.delivery.digest import GrowingDigest, digest
@@ -25,9 +34,16 @@ from headrace.delivery.live import DeviceSide
 from headrace.delivery.parts import fetch_parts
 from headrace.delivery.plan import PackingPlan, Views, dtype_name, dtype_of, make_plan, pack, plan_digest
 from headrace.delivery.transports import source
-from headrace.delivery.transports.base import Growing, PredictsPlaces, Relaying, Source
+from headrace.delivery.transports.base import Growing, PredictsPlaces, Relaying, Source, Spanning
 from headrace.errors import DeliveryError, WrongBase
 from headrace.types import NO_VERSION, Float32Array
+
+logger = logging.getLogger(__name__)
+
+Staging = Literal["device", "host", "none"]
+"""Where a receiver holds weights that cannot stay where they arrived. `device`: beside the live weights. `host`: in
+host memory, which is pinned if the live weights are on a GPU. `none`: nowhere; they are copied straight over the live
+weights."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +51,8 @@ class Staged:
     """Weights that arrived complete, have the right digest, and wait for `install`."""
 
     manifest: Manifest
-    weights: Mapping[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor] | None
+    """The weights; None if `install` fetches them, because there is no second copy."""
     seconds: float
     fetch_seconds: float
     """The part of `seconds` until all bytes had arrived; the rest was spent on checking them."""
@@ -70,14 +87,19 @@ class Receiver:
         keys: Path | None = None,
         installed: Callable[[], None] | None = None,
         base_digest: int | None = None,
+        staging: Staging = "device",
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """Create a receiver that updates `weights`, the live tensors of `engine`.
 
         `keys` is the file with the keys of the run, for transports that encrypt. `installed` is called as soon as new
         weights are in place, on the same stream, before they are digested and scored; there an engine updates the
         values that it derives from its weights. If `weights` are an adapter's, `base_digest` is the digest of the
-        weights under the adapter, and the receiver accepts only adapters to the same weights.
+        weights under the adapter, and the receiver accepts only adapters to the same weights. With
+        `staging = "none"`, weights are fetched in buckets of about `bucket_bytes`.
         """
+        self._staging = staging
+        self._bucket_bytes = bucket_bytes
         self._live = weights
         self._engine = engine
         self._after_copy = installed
@@ -93,6 +115,8 @@ class Receiver:
         """The receiver's own memory for weights that cannot stay where they arrived; allocated when first needed."""
         self._proved = NO_VERSION
         self._quarantined = False
+        self._touched = False
+        """Whether the installation that was begun last has written to a live weight."""
         self._staged: Staged | None = None
         self._installed: Installed | None = None
         self._busy = threading.Lock()
@@ -119,28 +143,25 @@ class Receiver:
             self._check_order(manifest.version)
             self._check_base(manifest)
             plan = self._plan = _agreed_plan(manifest, self._live, self._plan)
-            started = time.monotonic()
-            opened = self._source(manifest.transport)
-            try:
-                weights, shared, fetched = self._digested(manifest, plan, on_arrival)
-            except DeliveryError:
-                if not isinstance(opened, Relaying) or not opened.relayed:
-                    raise
-                # Another engine relayed the version and something was wrong, so this time it comes from the trainer.
-                weights, shared, fetched = self._digested(manifest, plan, on_arrival)
-            _check_casts(weights, self._live)
-            self._staged = Staged(manifest, weights, time.monotonic() - started, fetched - started, shared)
-            if isinstance(opened, Relaying) and not manifest.parts:
-                opened.share(manifest.location, manifest.version)
+            if self._fetches_late(manifest):
+                _check_widths(manifest, self._live)
+                if self._gpu:
+                    self._gpu.prepare_live(plan, self._live)
+                on_arrival()
+                self._staged = Staged(manifest, None, 0.0, 0.0, shared=False)
+            else:
+                self._staged = self._stage(manifest, plan, on_arrival)
             return self._staged
 
     def install(self, staged: Staged) -> Installed:
         """Copy the staged version over the live weights. The receiver is in quarantine until `prove` succeeds.
 
-        On a GPU this method returns before the copy ends; the copy is enqueued on the current stream.
+        On a GPU this method returns before the copy ends; the copy is enqueued on the current stream. Without a second
+        copy of the weights it returns only when the live weights have the right digest, and fetches a wrong version
+        again, once. If it then raises `DeliveryError` and the receiver is in quarantine, the old weights are gone.
         """
         with self._alone("install", staged.manifest.version), torch.no_grad():
-            return self._install(staged)
+            return self._installed_right(staged)
 
     def prove(self, installed: Installed, logprobs: Float32Array) -> Proof:
         """Compare the live digest, and the canary's log-probabilities under the live weights, with the manifest's.
@@ -185,14 +206,15 @@ class Receiver:
         `score` raises, the receiver stays in quarantine until a version is proved.
         """
         with self._alone("swap", staged.manifest.version), torch.no_grad():
-            installed = self._install(staged)
+            installed = self._installed_right(staged)
             # Copied, because arrays from a channel are read-only and torch warns about read-only arrays.
             return self.prove(installed, score(staged.manifest.canary.token_ids.copy()))
 
     def load(self, manifest: Manifest, score: Score) -> Proof:
         """Stage, swap and prove a version in one call, for an engine that runs no forward pass meanwhile.
 
-        If the version cannot be staged, return a proof that is not accepted; the live weights do not change.
+        If the version cannot be staged, return a proof that is not accepted; the live weights do not change, unless
+        the proof says that the engine is in quarantine.
         """
         try:
             return self.swap(self.stage(manifest), score)
@@ -246,23 +268,85 @@ class Receiver:
             held = "unproved weights" if self._quarantined else f"version {self._proved}"
             raise WrongBase(f"version {version} is a change to version {manifest.base}, but this engine has {held}")
 
-    def _install(self, staged: Staged) -> Installed:
+    def _fetches_late(self, manifest: Manifest) -> bool:
+        """Return whether `install` fetches this version, because staging would need a second copy of the weights."""
+        if self._staging != "none":
+            return False
+        if manifest.kind == "delta":
+            raise WrongBase(f"version {manifest.version} is a change, and this engine has no second copy to change")
+        return bool(manifest.parts) or isinstance(self._source(manifest.transport), Spanning)
+
+    def _stage(self, manifest: Manifest, plan: PackingPlan, on_arrival: Callable[[], None]) -> Staged:
+        started = time.monotonic()
+        opened = self._source(manifest.transport)
+        try:
+            weights, shared, fetched = self._digested(manifest, plan, on_arrival)
+        except DeliveryError:
+            if not isinstance(opened, Relaying) or not opened.relayed:
+                raise
+            # Another engine relayed the version and something was wrong, so this time it comes from the trainer.
+            weights, shared, fetched = self._digested(manifest, plan, on_arrival)
+        _check_casts(weights, self._live)
+        if isinstance(opened, Relaying) and not manifest.parts:
+            opened.share(manifest.location, manifest.version)
+        return Staged(manifest, weights, time.monotonic() - started, fetched - started, shared)
+
+    def _installed_right(self, staged: Staged) -> Installed:
+        """Install a version. Without a second copy of the weights, wait for its digest, and fetch it again if wrong."""
+        manifest = staged.manifest
         if staged is not self._staged:
-            raise DeliveryError(f"version {staged.manifest.version} is no longer staged")
+            raise DeliveryError(f"version {manifest.version} is no longer staged")
+        if self._staging != "none":
+            return self._install(staged)
+        self._touched, started = False, time.monotonic()
+        try:
+            return self._awaited(self._install(staged), started)
+        except DeliveryError as error:
+            if not self._touched:
+                raise
+            logger.warning("version %d is fetched again: %s", manifest.version, error)
+        try:
+            return self._awaited(self._install(self._fetched_again(manifest)), started)
+        except DeliveryError as error:
+            self._installed = None
+            raise DeliveryError(f"{error}; the engine has no weights until a version is proved") from error
+
+    def _awaited(self, installed: Installed, started: float) -> Installed:
+        """Wait until the installed weights are digested; raises `DeliveryError` if they are wrong."""
+        manifest = installed.staged.manifest
+        found = installed.digest()
+        if found != manifest.digest:
+            raise DeliveryError(
+                f"the live weights have digest {found:016x} after the copy of version {manifest.version}, not"
+                f" {manifest.digest:016x}"
+            )
+        # The engine does nothing else until the proof, so it is stopped until then.
+        self._installed = Installed(installed.staged, lambda: True, lambda: found, lambda: time.monotonic() - started)
+        return self._installed
+
+    def _fetched_again(self, manifest: Manifest) -> Staged:
+        assert self._plan is not None
+        if self._fetches_late(manifest):
+            self._staged = Staged(manifest, None, 0.0, 0.0, shared=False)
+            return self._staged
+        with self._gpu.staging() if self._gpu else nullcontext():
+            self._staged = self._stage(manifest, self._plan, lambda: None)
+        return self._staged
+
+    def _install(self, staged: Staged) -> Installed:
         # Checked again, because since staging a newer version may have been proved or the place overwritten.
         self._check_order(staged.manifest.version)
         if staged.shared:
             self._source(staged.manifest.transport).verify(staged.manifest.location, staged.manifest.version)
         started = time.monotonic()
         self._staged = self._installed = None
-        self._quarantined = True
         if self._gpu:
-            assert self._plan is not None
             buffer = self._memory.packed if self._memory else None
-            checks = self._gpu.install(self._plan, self._live, staged.weights, buffer, self._after_copy)
-            self._installed = Installed(staged, *checks)
+            self._installed = Installed(
+                staged, *self._gpu.install(partial(self._copy, staged), buffer, self._after_copy)
+            )
         else:
-            copy_all(self._live, staged.weights)
+            self._copy(staged)
             if self._after_copy:
                 self._after_copy()
             entries = staged.manifest.entries
@@ -270,6 +354,47 @@ class Receiver:
             # The engine does nothing else until the proof, so it is stopped until then.
             self._installed = Installed(staged, lambda: True, lambda: found, lambda: time.monotonic() - started)
         return self._installed
+
+    def _copy(self, staged: Staged) -> None:
+        """Write the version over the live weights. The receiver is in quarantine from the first byte on."""
+        assert self._plan is not None
+        manifest = staged.manifest
+        if staged.weights is not None:
+            self._begin_writing()
+            if self._gpu:
+                self._gpu.copy(self._plan, self._live, staged.weights)
+            else:
+                copy_all(self._live, staged.weights)
+        elif manifest.parts:
+            self._copy_parts(manifest)
+        else:
+            self._copy_buckets(manifest, self._plan)
+
+    def _copy_parts(self, manifest: Manifest) -> None:
+        opened = self._source(manifest.transport)
+        fetch_parts(opened, manifest, self._live, writing=self._begin_writing)
+        if self._gpu:
+            torch.cuda.current_stream(self._device).synchronize()
+        if not opened.private:
+            # Checked again, because a copy on a GPU may have ended only now.
+            for part in manifest.parts:
+                opened.verify(part.location, manifest.version)
+
+    def _copy_buckets(self, manifest: Manifest, plan: PackingPlan) -> None:
+        opened = self._source(manifest.transport)
+        assert isinstance(opened, Spanning)
+        buckets = cut(plan.entries, self._bucket_bytes)
+        largest = max(bucket.stop - bucket.start for bucket in buckets)
+        memory = torch.empty(largest, dtype=torch.uint8, pin_memory=self._gpu is not None)
+        with opened.spans(manifest.location, manifest.version, plan.entries) as read:
+            for bucket in buckets:
+                read(bucket.start, memory.numpy().data[: bucket.stop - bucket.start])
+                self._begin_writing()
+                copy_all(bucket.targets(self._live), bucket.unpack(memory))
+        opened.verify(manifest.location, manifest.version)
+
+    def _begin_writing(self) -> None:
+        self._touched = self._quarantined = True
 
     def _digested(
         self, manifest: Manifest, plan: PackingPlan, on_arrival: Callable[[], None]
@@ -317,12 +442,14 @@ class Receiver:
         if here and self._gpu and isinstance(opened, PredictsPlaces):
             for place in opened.upcoming(plan.entries):
                 self._gpu.foresee(plan, self._live, place)
-        weights = published if here else self._own(plan)
-        if not here:
+        # Without a second copy, the trainer's memory is read where it is, also from another device.
+        in_place = here or self._staging == "none"
+        weights = published if in_place else self._own(plan)
+        if not in_place:
             copy_all(weights, published, non_blocking=True)
             self._finish_staging()
         opened.verify(manifest.location, manifest.version)
-        return weights, here and not opened.private
+        return weights, in_place and not opened.private
 
     def _patched(self, manifest: Manifest, plan: PackingPlan) -> dict[str, torch.Tensor]:
         if not manifest.payload or len(manifest.payload) != 1:
@@ -332,7 +459,8 @@ class Receiver:
         weights = self._own(plan)
         assert self._memory is not None
         pack(self._memory.packed, plan.entries, self._live)
-        apply(published[manifest.payload[0].name], self._memory.packed[: plan.nbytes])
+        payload = published[manifest.payload[0].name].to(self._memory.packed.device)
+        apply(payload, self._memory.packed[: plan.nbytes])
         opened.verify(manifest.location, manifest.version)
         self._finish_staging()
         return weights
@@ -342,8 +470,12 @@ class Receiver:
             self._gpu.finish_staging()
 
     def _own(self, plan: PackingPlan) -> dict[str, torch.Tensor]:
+        on_host = self._staging == "host" and self._gpu is not None
         if self._memory is None or len(self._memory.packed) < plan.nbytes:
-            self._memory = Views(torch.empty(plan.nbytes, dtype=torch.uint8, device=self._device))
+            device = torch.device("cpu") if on_host else self._device
+            self._memory = Views(torch.empty(plan.nbytes, dtype=torch.uint8, device=device, pin_memory=on_host))
+        elif on_host and self._gpu:
+            self._gpu.await_copy()
         return self._memory.of(plan.entries)
 
 
@@ -370,6 +502,20 @@ def _agreed_plan(manifest: Manifest, live: Mapping[str, torch.Tensor], known: Pa
     if not plan.digest == manifest.plan_digest == plan_digest(manifest.entries):
         raise DeliveryError(f"version {manifest.version} is packed by another plan than this engine's")
     return plan
+
+
+def _check_widths(manifest: Manifest, live: Mapping[str, torch.Tensor]) -> None:
+    """Raise `DeliveryError` if a tensor is published in a dtype that the live tensor's dtype does not contain.
+
+    `_check_casts` compares the values, but there are no values yet.
+    """
+    for entry in manifest.entries:
+        published, target = dtype_of(entry.dtype), live[entry.name].dtype
+        if torch.promote_types(published, target) != target:
+            raise DeliveryError(
+                f"{entry.name} is published as {entry.dtype} and may lose precision as the engine's"
+                f" {dtype_name(target)}"
+            )
 
 
 def _check_casts(weights: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]) -> None:

@@ -33,30 +33,31 @@ SWITCH_SECONDS = 5e-4
 CANARY_LENGTH = 16
 """The length of the sequence that is scored once before an engine serves, in tokens."""
 
-MakeRunner = Callable[[Any, EngineConfig, int], tuple[Runner, BlockPool]]
-"""Makes a runner and its block pool from a model, the engine's configuration and the longest length."""
+MakeRunner = Callable[[Any, EngineConfig, int, int], tuple[Runner, BlockPool]]
+"""Makes a runner and its block pool from a model, the engine's configuration, the longest length, and the bytes of a
+GPU that the cache must leave to staged weights."""
 
 
-def make_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
+def make_runner(model: Any, config: EngineConfig, max_length: int, staged: int) -> tuple[Runner, BlockPool]:
     """Return the runner for this model and the pool of its cache blocks."""
     if next(model.parameters()).device.type == "cuda":
-        return make_device_runner(model, config, max_length)
+        return make_device_runner(model, config, max_length, staged)
     return make_host_runner(model, config, max_length)
 
 
-def make_host_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
+def make_host_runner(model: Any, config: EngineConfig, max_length: int, staged: int = 0) -> tuple[Runner, BlockPool]:
     """Return the host's runner, which computes with plain torch, on any device. Its results are there at once."""
-    blocks = _wanted_blocks(config, max_length)
+    blocks = wanted_blocks(config, max_length)
     runner = HostRunner(model, blocks, config.block_size, _recorded(prepare_experts(model)))
     return runner, BlockPool(blocks, config.block_size)
 
 
-def _wanted_blocks(config: EngineConfig, max_length: int) -> int:
+def wanted_blocks(config: EngineConfig, max_length: int) -> int:
     """Return the number of blocks that is configured, or that `slots` sequences of the longest length need."""
     return -(-config.cache_tokens // config.block_size) or config.slots * -(-max_length // config.block_size)
 
 
-def make_device_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
+def make_device_runner(model: Any, config: EngineConfig, max_length: int, staged: int = 0) -> tuple[Runner, BlockPool]:
     """Return the GPU's runner. If the model is not on a GPU, Triton's interpreter must run the kernels."""
     # Imported here, because Triton is needed only with a GPU, and may be installed only there.
     from headrace.engines.embedded.device.experts import choose_products
@@ -79,9 +80,9 @@ def make_device_runner(model: Any, config: EngineConfig, max_length: int) -> tup
         for layer in compiled:
             layer.__dict__.pop("forward", None)
         shapes = layer_shapes(model)
-    blocks = _wanted_blocks(config, max_length)
+    blocks = wanted_blocks(config, max_length)
     if parameter.device.type == "cuda":
-        affordable = affordable_blocks(model, shapes, config.block_size, config.memory_fraction)
+        affordable = affordable_blocks(model, shapes, config.block_size, config.memory_fraction, staged)
         if config.cache_tokens and blocks > affordable:
             raise UserError(
                 f"[engine] cache_tokens = {config.cache_tokens} do not fit:"
