@@ -89,11 +89,14 @@ class DeviceSide:
         self._live = self._prepare(plan, live)
 
     def copy(self, plan: PackingPlan, live: _Tensors, staged: _Tensors) -> None:
-        """Enqueue the copy of the staged weights over the live weights. Weights in pinned host memory are allowed."""
-        if all(tensor.is_pinned() for tensor in staged.values() if tensor.is_cpu):
-            self._copies.copy(plan.digest, live, staged, non_blocking=True)
-        else:
+        """Copy the staged weights, on a GPU or in host memory, over the live weights on the current stream.
+
+        The call waits for the copy only if the staged weights are in host memory that is not pinned.
+        """
+        if next(iter(staged.values())).is_cuda:
             self._copies.copy(plan.digest, live, staged)
+        else:
+            copy_all(live, staged, non_blocking=all(tensor.is_pinned() for tensor in staged.values()))
 
     def await_copy(self) -> None:
         """Wait until the last installation has read the staging buffer, because the host is about to write to it."""
@@ -189,14 +192,14 @@ class DeviceCopies:
         """Recordings, each with the table that it reads, which must live as long as the recording."""
         self._next: tuple[_Tensors, _Tensors, torch.cuda.CUDAGraph] | None = None
 
-    def copy(self, plan: int, targets: _Tensors, sources: _Tensors, *, non_blocking: bool = False) -> None:
+    def copy(self, plan: int, targets: _Tensors, sources: _Tensors) -> None:
         """Copy every source over the target of the same name, as `copy_all` does, on the current stream.
 
         `plan` is the digest of the plan of both sides. A copy depends only on this plan and on the addresses.
         """
         graph = self._recording(plan, targets, sources)
         if graph is None:
-            copy_all(targets, sources, non_blocking=non_blocking)
+            copy_all(targets, sources)
             return
         graph.replay()
         # A replay does not do this. Code that caches values derived from a tensor checks the tensor's version counter.

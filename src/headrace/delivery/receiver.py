@@ -88,18 +88,15 @@ class Receiver:
         installed: Callable[[], None] | None = None,
         base_digest: int | None = None,
         staging: Staging = "device",
-        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """Create a receiver that updates `weights`, the live tensors of `engine`.
 
         `keys` is the file with the keys of the run, for transports that encrypt. `installed` is called as soon as new
         weights are in place, on the same stream, before they are digested and scored; there an engine updates the
         values that it derives from its weights. If `weights` are an adapter's, `base_digest` is the digest of the
-        weights under the adapter, and the receiver accepts only adapters to the same weights. With
-        `staging = "none"`, weights are fetched in buckets of about `bucket_bytes`.
+        weights under the adapter, and the receiver accepts only adapters to the same weights.
         """
         self._staging = staging
-        self._bucket_bytes = bucket_bytes
         self._live = weights
         self._engine = engine
         self._after_copy = installed
@@ -383,7 +380,7 @@ class Receiver:
     def _copy_buckets(self, manifest: Manifest, plan: PackingPlan) -> None:
         opened = self._source(manifest.transport)
         assert isinstance(opened, Spanning)
-        buckets = cut(plan.entries, self._bucket_bytes)
+        buckets = cut(plan.entries, BUCKET_BYTES)
         largest = max(bucket.stop - bucket.start for bucket in buckets)
         memory = torch.empty(largest, dtype=torch.uint8, pin_memory=self._gpu is not None)
         with opened.spans(manifest.location, manifest.version, plan.entries) as read:

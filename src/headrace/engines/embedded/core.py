@@ -250,12 +250,7 @@ class EngineCore:
         with self._span("swap"), self._runner.active():
             if self._one_copy or not self._keep_kv or self._unproved is not None:
                 self._ready += self._settle()
-            try:
-                self._unproved = self._receiver.install(staged)
-            except DeliveryError:
-                if self.quarantined:
-                    self._lose_weights()
-                raise
+            self._unproved = self._receiver.install(staged) if not self._one_copy else self._overwrite(staged)
             self._canary = None
             self._go_live(staged.manifest.version)
             if self._one_copy:
@@ -321,6 +316,18 @@ class EngineCore:
         with self._runner.active():
             deltas = self._prove(self._unproved) if self._unproved is not None else []
             return deltas + self._take(self._runner.drain())
+
+    def _overwrite(self, staged: Staged) -> Installed:
+        """Install weights for which there is no second copy. The engine has no version meanwhile."""
+        held, self.version = self.version, NO_VERSION
+        try:
+            return self._receiver.install(staged)
+        except DeliveryError:
+            if self.quarantined:
+                self._lose_weights()
+            else:
+                self.version = held
+            raise
 
     def _prove(self, installed: Installed) -> list[Delta]:
         with self._runner.active():
