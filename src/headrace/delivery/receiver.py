@@ -25,14 +25,15 @@ from typing import Literal
 
 import torch
 
-from headrace.delivery.base import Manifest, Proof, Score, Tolerance, canary_error, some_names
+from headrace.delivery.agreement import agreed_plan, check_casts, check_widths
+from headrace.delivery.base import Manifest, Proof, Score, Tolerance, canary_error
 from headrace.delivery.buckets import BUCKET_BYTES, cut
 from headrace.delivery.copying import all_on, copy_all
 from headrace.delivery.delta import apply
 from headrace.delivery.digest import GrowingDigest, digest
 from headrace.delivery.live import DeviceSide
 from headrace.delivery.parts import fetch_parts
-from headrace.delivery.plan import PackingPlan, Views, dtype_name, dtype_of, make_plan, pack, plan_digest
+from headrace.delivery.plan import PackingPlan, Views, dtype_of, pack
 from headrace.delivery.transports import source
 from headrace.delivery.transports.base import Growing, PredictsPlaces, Relaying, Source, Spanning
 from headrace.errors import DeliveryError, WrongBase
@@ -139,9 +140,9 @@ class Receiver:
             self._staged = None
             self._check_order(manifest.version)
             self._check_base(manifest)
-            plan = self._plan = _agreed_plan(manifest, self._live, self._plan)
+            plan = self._plan = agreed_plan(manifest, self._live, self._plan)
             if self._fetches_late(manifest):
-                _check_widths(manifest, self._live)
+                check_widths(manifest, self._live)
                 if self._gpu:
                     self._gpu.prepare_live(plan, self._live)
                 on_arrival()
@@ -283,7 +284,7 @@ class Receiver:
                 raise
             # Another engine relayed the version and something was wrong, so this time it comes from the trainer.
             weights, shared, fetched = self._digested(manifest, plan, on_arrival)
-        _check_casts(weights, self._live)
+        check_casts(weights, self._live)
         if isinstance(opened, Relaying) and not manifest.parts:
             opened.share(manifest.location, manifest.version)
         return Staged(manifest, weights, time.monotonic() - started, fetched - started, shared)
@@ -474,56 +475,3 @@ class Receiver:
         elif on_host and self._gpu:
             self._gpu.await_copy()
         return self._memory.of(plan.entries)
-
-
-def _agreed_plan(manifest: Manifest, live: Mapping[str, torch.Tensor], known: PackingPlan | None) -> PackingPlan:
-    """Return the packing plan of a version, made from the engine's own tensors and the dtypes of the manifest.
-
-    `live` holds the tensors that the engine serves. Raises `DeliveryError` if the manifest has another plan. `known` is
-    the plan of the previous version; it is returned at once if the manifest has the same plan.
-    """
-    if known and known.digest == manifest.plan_digest and known.entries == tuple(manifest.entries):
-        return known
-    entries = {entry.name: entry for entry in manifest.entries}
-    if missing := live.keys() - entries.keys():
-        raise DeliveryError(f"version {manifest.version} lacks {some_names(missing)}")
-    if unknown := entries.keys() - live.keys():
-        raise DeliveryError(f"version {manifest.version} has {some_names(unknown)}, which this engine does not know")
-    for name, tensor in live.items():
-        entry = entries[name]
-        if entry.shape != tuple(tensor.shape):
-            raise DeliveryError(f"{name} is published with shape {entry.shape}, but lives with {tuple(tensor.shape)}")
-        if dtype_of(entry.dtype).is_floating_point != tensor.is_floating_point():
-            raise DeliveryError(f"{name} is published as {entry.dtype}, but lives as {dtype_name(tensor.dtype)}")
-    plan = make_plan((name, entries[name].dtype, tensor.shape) for name, tensor in live.items())
-    if not plan.digest == manifest.plan_digest == plan_digest(manifest.entries):
-        raise DeliveryError(f"version {manifest.version} is packed by another plan than this engine's")
-    return plan
-
-
-def _check_widths(manifest: Manifest, live: Mapping[str, torch.Tensor]) -> None:
-    """Raise `DeliveryError` if a tensor is published in a dtype that the live tensor's dtype does not contain.
-
-    `_check_casts` compares the values, but there are no values yet.
-    """
-    for entry in manifest.entries:
-        published, target = dtype_of(entry.dtype), live[entry.name].dtype
-        if torch.promote_types(published, target) != target:
-            raise DeliveryError(
-                f"{entry.name} is published as {entry.dtype} and may lose precision as the engine's"
-                f" {dtype_name(target)}"
-            )
-
-
-def _check_casts(weights: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]) -> None:
-    """Raise `DeliveryError` if the cast of a published tensor to the live tensor's dtype would lose precision."""
-    for name, tensor in weights.items():
-        target = live[name].dtype
-        if target != tensor.dtype:
-            back = tensor.to(target).to(tensor.dtype)
-            # Compared as bytes, so that a NaN equals itself and the two zeros differ.
-            if not torch.equal(back.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)):
-                raise DeliveryError(
-                    f"{name} is published as {dtype_name(tensor.dtype)} and loses precision as the engine's"
-                    f" {dtype_name(target)}"
-                )
