@@ -76,12 +76,13 @@ class DeviceSide:
         Meanwhile prepare the copy and the live digest of `install`, so that decoding does not wait for that. Weights
         that are not on this GPU are digested where they are.
         """
-        self.prepare_live(plan, live)
-        if not all_on(self._stage.device, staged):
+        if next(iter(staged.values())).device != self._stage.device:
+            self.prepare_live(plan, live)
             return digest(staged.items())
         prepared = self._prepare(plan, staged)
         launched = prepared.launch()
         self._copies.prepare(plan.digest, live, staged)
+        self.prepare_live(plan, live)
         return prepared.value(launched)
 
     def prepare_live(self, plan: PackingPlan, live: _Tensors) -> None:
