@@ -48,7 +48,8 @@ KEYS = {
         "kl", "kl_weight", "entropy_weight",
         "corrections", "tis_cap", "icepop_low", "icepop_high", "mis_ratio", "mis_low", "mis_high",
         "opsm_limit", "overlong_buffer", "overlong_penalty", "length_penalty", "mask_overlong", "normalize",
-        "credit", "discount", "baseline", "outcome_weight",
+        "credit", "discount", "baseline", "outcome_weight", "reward_kl", "reward_kl_weight", "entropy_target",
+        "entropy_rate", "sequence_tis_ratio", "sequence_tis_low", "sequence_tis_high",
     },
     "training": {
         "threads", "learning_rate", "warmup_steps", "schedule", "weight_decay", "beta1", "beta2", "clip_norm",
@@ -186,7 +187,7 @@ def test_keys_are_pinned() -> None:
         ),
         (
             'algorithm.corrections=["tsi"]',
-            "[algorithm] corrections.0: invalid enum value 'tsi' (one of: tis, icepop, mis, opsm)",
+            "[algorithm] corrections.0: invalid enum value 'tsi' (one of: tis, sequence_tis, icepop, mis, opsm)",
         ),
         ("algorithm.corrections=tis", "[algorithm] corrections: expected `array`, got `str`"),
         ("task.kind=bandit", "[task] kind: invalid value 'bandit' (one of: dataset, gym, environment, agent)"),
@@ -270,6 +271,16 @@ def test_values_that_cannot_go_together() -> None:
         ConfigError, match=r"\[scoring\] shuffle: only the rewards .* credit = 'turn' learns from finer"
     ):
         make_config(MINIMAL, ["algorithm.credit=turn", "scoring.shuffle=true"])
+    with pytest.raises(ConfigError, match=r"\[algorithm\] reward_kl_weight: reward_kl is 'none'"):
+        make_config(MINIMAL, ["algorithm.reward_kl_weight=0.1"])
+    with pytest.raises(
+        ConfigError, match=r"\[algorithm\] reward_kl: it is paid from rewards, which loss 'distillation'"
+    ):
+        make_config(MINIMAL, ["algorithm.reward_kl=k1", "algorithm.loss=distillation", "algorithm.teacher=t"])
+    with pytest.raises(ConfigError, match=r"\[algorithm\] entropy_rate: there is no entropy_target to follow"):
+        make_config(MINIMAL, ["algorithm.entropy_rate=0.1"])
+    with pytest.raises(ConfigError, match=r"\[algorithm\] sequence_tis_low: 3.0 is above sequence_tis_high 2.0"):
+        make_config(MINIMAL, ["algorithm.sequence_tis_low=3.0"])
     with pytest.raises(ConfigError, match=r"\[algorithm\] mask_overlong: \[buffer\] filter 'overlong' leaves"):
         make_config(MINIMAL, ["algorithm.mask_overlong=true", 'buffer.filter=["overlong"]'])
     with pytest.raises(ConfigError, match=r"\[algorithm\] teacher: loss 'distillation' needs the directory"):
@@ -370,6 +381,7 @@ CHANGED = {
     "clip_low": 0.1, "clip_high": 0.1, "sapo_tau_positive": 2.0, "sapo_tau_negative": 2.0, "dppo_delta": 0.3,
     "proximal": "recomputed", "proximal_mix": 0.5, "tis_cap": 3.0, "icepop_low": 0.4, "icepop_high": 4.0,
     "mis_ratio": "mean", "mis_low": 0.1, "mis_high": 3.0, "opsm_limit": 1e-3, "teacher_divergence": "forward",
+    "sequence_tis_ratio": "mean", "sequence_tis_low": 0.1, "sequence_tis_high": 3.0,
 }  # fmt: skip
 
 

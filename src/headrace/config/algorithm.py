@@ -59,14 +59,33 @@ class AlgorithmConfig(TeacherKeys, frozen=True):
     has trained."""
     kl_weight: NonNegativeFloat = 1e-3
     """The weight of `kl` in the loss."""
+    reward_kl: Literal["none", "k1", "k3"] = "none"
+    """The estimate of the divergence from the reference policy that every sampled token pays for in its reward. It is
+    that of the sampler, by the recorded log-probabilities. The advantage of a token loses what it and the later tokens
+    of its sequence pay. The reference, and what it costs, are those of `kl`."""
+    reward_kl_weight: NonNegativeFloat = 1e-3
+    """The price of `reward_kl`, in units of the advantage."""
     entropy_weight: NonNegativeFloat | None = None
     """The weight of the entropy bonus at trained tokens. 0 only measures the entropy. By default the entropy is not
     computed."""
-    corrections: list[Literal["tis", "icepop", "mis", "opsm"]] = []
+    entropy_target: PositiveFloat | None = None
+    """The entropy at which the policy is held. `entropy_weight` (by default 0) is then only the weight of the first
+    step: after each step it grows by `entropy_rate` times what the entropy of the step lacks, or falls by what it has
+    too much. It stays between 0 and 1."""
+    entropy_rate: PositiveFloat = 1e-3
+    """How fast the weight of the entropy bonus follows `entropy_target`."""
+    corrections: list[Literal["tis", "sequence_tis", "icepop", "mis", "opsm"]] = []
     """How tokens on which policy and sampler disagree are treated, with any loss. Several corrections can be
     combined."""
     tis_cap: PositiveFloat = 2.0
     """tis: the largest importance weight of a token in the gradient."""
+    sequence_tis_ratio: Literal["product", "mean"] = "product"
+    """sequence_tis: how a sequence's weight follows from its tokens' ratios: their `product`, or their geometric
+    `mean`."""
+    sequence_tis_low: NonNegativeFloat = 0.0
+    """sequence_tis: the smallest weight of a sequence."""
+    sequence_tis_high: PositiveFloat = 2.0
+    """sequence_tis: the largest weight of a sequence."""
     icepop_low: NonNegativeFloat = 0.5
     """icepop: a token with a smaller ratio is left out."""
     icepop_high: PositiveFloat = 5.0

@@ -244,7 +244,7 @@ def _check_bind(section: str, bind: str) -> None:
 def _check_algorithm(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> None:
     if algorithm.proximal == "recomputed" and algorithm.proximal_mix is not None:
         raise ConfigError("[algorithm] proximal_mix: a proximal policy that is recomputed has no mix (remove one)")
-    for name in ("icepop", "mis"):
+    for name in ("sequence_tis", "icepop", "mis"):
         low, high = getattr(algorithm, f"{name}_low"), getattr(algorithm, f"{name}_high")
         if low > high:
             raise ConfigError(f"[algorithm] {name}_low: {low} is above {name}_high {high}")
@@ -296,6 +296,8 @@ def _check_loss(algorithm: AlgorithmConfig, facts: LossFacts) -> None:
                 f"[algorithm] corrections: {name!r} limits importance weights, and loss {loss!r} does not declare "
                 "that it limits any (CAPS_WEIGHTS)"
             )
+    if algorithm.reward_kl != "none" and not facts.uses_rewards:
+        raise ConfigError(f"[algorithm] reward_kl: it is paid from rewards, which loss {loss!r} does not use (set kl)")
     taught = loss_facts("distillation").reads or () if algorithm.teacher_weight is not None else ()
     for key in _changed(algorithm):
         if facts.reads is not None and key not in (*facts.reads, *taught) and (readers := losses_that_read(key)):
@@ -326,6 +328,12 @@ def _check_ignored(algorithm: AlgorithmConfig) -> None:
                 raise ConfigError(f"[algorithm] {key}: only {correction!r} looks at it, which is not in corrections")
     if "kl_weight" in changed and algorithm.kl == "none":
         raise ConfigError("[algorithm] kl_weight: kl is 'none', so nothing has this weight (set kl)")
+    if "reward_kl_weight" in changed and algorithm.reward_kl == "none":
+        raise ConfigError(
+            "[algorithm] reward_kl_weight: reward_kl is 'none', so nothing has this price (set reward_kl)"
+        )
+    if "entropy_rate" in changed and algorithm.entropy_target is None:
+        raise ConfigError("[algorithm] entropy_rate: there is no entropy_target to follow (set it)")
     if algorithm.credit == "rollout":
         for key in ("discount", "baseline", "outcome_weight"):
             if key in changed:

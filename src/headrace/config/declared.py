@@ -101,12 +101,13 @@ def needs(algorithm: AlgorithmConfig) -> Needs:
     """Return which optional fields of `TokenInputs` are needed, by the loss and by the terms that are added to it."""
     fields = loss_facts(algorithm.loss).needed(algorithm)
     weight = algorithm.entropy_weight
+    bonus = weight or algorithm.entropy_target is not None
     teacher = "teacher" in fields or algorithm.teacher_weight is not None
     return Needs(
         proximal="proximal" in fields,
-        reference="reference" in fields or algorithm.kl != "none",
+        reference="reference" in fields or (algorithm.kl, algorithm.reward_kl) != ("none", "none"),
         teacher=teacher,
-        entropy="gradient" if "entropy" in fields or weight else "none" if weight is None else "value",
+        entropy="gradient" if "entropy" in fields or bonus else "none" if weight is None else "value",
         top_k=algorithm.teacher_top_k if teacher and algorithm.teacher_divergence != "sampled" else 0,
     )
 

@@ -50,6 +50,7 @@ NAMES = {
     "init_kl_coef": "[algorithm] kl and kl_weight",
     "kl_loss_coef": "[algorithm] kl and kl_weight",
     "entropy_coef": "[algorithm] entropy_weight",
+    "use_kl_in_reward": "[algorithm] reward_kl",
     "epsilon": "[algorithm] clip_low and clip_high",
     "epsilon_high": "[algorithm] clip_high",
     "cliprange": "[algorithm] clip_low and clip_high",

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
-from headrace.algorithms.losses.base import Loss, TokenInputs, build_loss, imitation
+from headrace.algorithms.losses.base import Loss, TokenInputs, build_loss, imitation, with_entropy
 from headrace.config.declared import needs
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
 from headrace.errors import HeadraceError, UserError
@@ -43,6 +43,11 @@ from headrace.training.teaching import Lesson
 from headrace.types import NO_VERSION, Batch, Float32Array, Int32Array
 
 LOSS = "loss"
+PART = "loss/"
+"""The beginning of the names of the components of the loss."""
+MOST_ENTROPY_WEIGHT = 1.0
+"""The largest weight of an entropy bonus that follows a target. A target that cannot be reached would make it grow for
+ever."""
 REROUTED = "rerouted"
 """The metric for forced routing: the share of layers, per trained token, in which the record changed the choice."""
 
@@ -85,7 +90,8 @@ class Trainer:
         self._warm = compiled_layers(model) is None
         self._adapter = adapter
         self._ranks = ranks
-        self._policy_loss = build_loss(algorithm, correct_above)
+        self._algorithm = algorithm
+        self._loss = build_loss(algorithm, correct_above)
         self._needs = needs(algorithm)
         self._policies = Policies(
             self.model,
@@ -129,7 +135,7 @@ class Trainer:
             self._optimizer = self._new_optimizer()
         gradients = self._accumulate(
             batch,
-            self._policy_loss if policy else imitation,
+            self._policy_loss() if policy else imitation,
             policies=self._policies.of(batch) if policy else None,
             entropy=self._needs.entropy if policy else "none",
             half=self._half,
@@ -137,6 +143,7 @@ class Trainer:
             spans=self._spans,
         )
         rate = self._rate(batch)
+        bonus = {"entropy_weight": self._entropy_weight} if policy and self._algorithm.entropy_target else {}
         with self._spans.span("optimize") if self._spans else nullcontext():
             read = self._optimizer.begin(rate, gradients.sums.get(LOSS))
             if self._half is not None:
@@ -150,6 +157,7 @@ class Trainer:
             skipped_steps=self._state.skipped_steps + (not changed),
             skipped_in_a_row=0 if changed else self._state.skipped_in_a_row + (not applied.finite),
             objective=batch.objective,
+            entropy_weight=self._next_entropy_weight(gradients.metrics if policy and changed else {}),
         )
         row = self._state.skipped_in_a_row
         if row >= self._training.max_skipped:
@@ -168,7 +176,7 @@ class Trainer:
             seconds=time.monotonic() - started,
             skipped=not changed,
             skipped_steps=self._state.skipped_steps,
-            metrics=gradients.metrics | {"update_ratio": applied.update_ratio},
+            metrics=gradients.metrics | {"update_ratio": applied.update_ratio} | bonus,
         )
 
     def warm_up(self) -> None:
@@ -253,6 +261,23 @@ class Trainer:
         """Wait until a checkpoint in progress is written. Raise the error if writing it failed."""
         self._saver.close()
 
+    @property
+    def _entropy_weight(self) -> float:
+        """The weight of the entropy bonus in the next step, if it follows a target."""
+        weight = self._state.entropy_weight
+        return (self._algorithm.entropy_weight or 0.0) if weight is None else weight
+
+    def _policy_loss(self) -> Loss:
+        return self._loss if self._algorithm.entropy_target is None else with_entropy(self._loss, self._entropy_weight)
+
+    def _next_entropy_weight(self, metrics: Mapping[str, float]) -> float | None:
+        """Return the weight after a step with these metrics, which are empty if the step does not count."""
+        target = self._algorithm.entropy_target
+        if target is None or "entropy" not in metrics:
+            return self._state.entropy_weight
+        weight = self._entropy_weight + self._algorithm.entropy_rate * (target - metrics["entropy"])
+        return min(max(weight, 0.0), MOST_ENTROPY_WEIGHT)
+
     def _new_optimizer(self) -> Optimizer:
         return Optimizer(self.model, self._training, self._ranks, self._half.masters if self._half else None)
 
@@ -281,7 +306,8 @@ class Gradients:
     """
 
     sums: dict[str, torch.Tensor]
-    """Sums over this rank's rows in float64: the loss under `LOSS`, and each metric summed over trained tokens."""
+    """Sums over this rank's rows in float64: the loss under `LOSS`, its components under names that begin with `PART`,
+    and each metric summed over trained tokens."""
     trained_tokens: int
     tokens: int
     micro_batches: int
@@ -304,9 +330,10 @@ class Gradients:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The mean of each metric over the trained tokens of the batch."""
+        """The mean of each metric over the trained tokens of the batch, and the components of the loss."""
         count = max(self.trained_tokens, 1)
-        return {name: value / count for name, value in self.figures.items() if name != LOSS}
+        figures = {name: value for name, value in self.figures.items() if name != LOSS}
+        return {name: value if name.startswith(PART) else value / count for name, value in figures.items()}
 
 
 def accumulate(
@@ -421,11 +448,13 @@ def _backward(
         **{name: scored.logprobs.to(logprobs) for name, scored in others.items()},
     )
     result = loss(inputs)
-    total = (gathered(batch.weights) * result.values).sum()
+    weights = gathered(batch.weights)
+    total = (weights * result.values).sum()
     (total * share).backward()  # type: ignore[no-untyped-call]
     # The attention context must live until here, because compiled layers look it up in their backward pass.
     del attention
-    return {LOSS: total, **result.sums}
+    parts = {f"{PART}{name}": (weights * values).sum() for name, values in result.parts.items()}
+    return {LOSS: total, **parts, **result.sums}
 
 
 @contextmanager

@@ -74,6 +74,10 @@ def token_loss(
         return -logp
     still = logp.detach()
     rho = torch.exp(still - mu)
+    if algorithm.reward_kl != "none":
+        d = mu - others["reference"]
+        price = algorithm.reward_kl_weight * (d if algorithm.reward_kl == "k1" else torch.exp(-d) + d - 1)
+        advantage = torch.stack([advantage[i] - price[i:].sum() for i in range(len(price))])
     kept = torch.ones(len(mu), dtype=torch.bool)
     if "icepop" in algorithm.corrections:
         kept &= (rho >= algorithm.icepop_low) & (rho <= algorithm.icepop_high)
@@ -88,6 +92,12 @@ def token_loss(
         [slopes] = torch.autograd.grad(losses.sum(), logp, retain_graph=True)
         weights = torch.where(goal == 0, 0.0, (slopes / goal).abs())
         losses = losses * torch.where(weights > algorithm.tis_cap, algorithm.tis_cap / weights, 1.0)
+    if "sequence_tis" in algorithm.corrections:
+        whole = rho.prod() if algorithm.sequence_tis_ratio == "product" else rho.log().mean().exp()
+        wanted = torch.clip(whole, algorithm.sequence_tis_low, algorithm.sequence_tis_high)
+        goal = others["teacher"] - still if algorithm.loss == "distillation" else advantage
+        [slopes] = torch.autograd.grad(losses.sum(), logp, retain_graph=True)
+        losses = losses * torch.where(slopes == 0, 1.0, wanted * (goal / slopes).abs())
     return kept * losses
 
 
