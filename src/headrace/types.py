@@ -366,7 +366,8 @@ class Batch(msgspec.Struct, kw_only=True):
     """The input of the trainer for one optimizer step: S sequences, flat over T tokens. A batch names no algorithm.
 
     The loss of the step is `sum(weights * token_loss)`. The normalisation is already inside `weights`, so it spans the
-    whole optimizer step, no matter how the trainer cuts the batch into micro-batches.
+    whole optimizer step, no matter how the trainer cuts the batch into micro-batches. A batch may ask for several
+    updates in its step: each update is for one of its minibatches, and the weights are normalised over that minibatch.
     """
 
     step: int
@@ -397,6 +398,32 @@ class Batch(msgspec.Struct, kw_only=True):
     """The scores of each of the T tokens by a teacher outside of the trainer. Every trained token has been scored."""
     republished: list[int] = []
     """The version ids whose weights had another id before; see `without_republished`."""
+    minibatches: Int32Array | None = None
+    """The minibatch that each of the S sequences belongs to, counted from 0. None if there is only one."""
+    epochs: int = 1
+    """How often each minibatch is trained in the step."""
+
+    def parts(self) -> list[Batch]:
+        """Return the minibatches as batches of their own, in their order."""
+        if self.minibatches is None or not len(self.minibatches):
+            return [self]
+        return [self._part(self.minibatches == number) for number in np.unique(self.minibatches)]
+
+    def _part(self, chosen: BoolArray) -> Batch:
+        """Return the batch of the chosen sequences."""
+        places = np.flatnonzero(np.repeat(chosen, self.lengths))
+        per_token = ("token_ids", "trained", "logprobs", "versions", "advantages", "weights", "temperatures", "routing")
+        arrays = {name: array[places] for name in per_token if (array := getattr(self, name)) is not None}
+        return msgspec.structs.replace(
+            self,
+            **arrays,
+            lengths=self.lengths[chosen],
+            groups=self.groups[chosen],
+            kept=None if self.kept is None else self.kept.at(places),
+            teacher=None if self.teacher is None else self.teacher.at(places),
+            minibatches=None,
+            epochs=1,
+        )
 
     def temperature_at(self, places: npt.NDArray[np.integer[Any]]) -> float | Float32Array:
         """Return the temperature of the tokens at these positions, or of each of them."""

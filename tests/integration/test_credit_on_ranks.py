@@ -1,4 +1,4 @@
-"""Payments, targets and weights of sequences on two and three ranks: what one rank makes of them."""
+"""Payments, targets, weights of sequences and several epochs on two and three ranks: what one rank makes of them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ CASES = {
         ),
         TRAINING,
     ),
+    # One of the minibatches has a single group, so that a rank may have nothing of its own to compute.
+    "epochs": Case(AlgorithmConfig(loss="decoupled_ppo", proximal="recomputed"), TRAINING, epochs=2),
 }
 
 

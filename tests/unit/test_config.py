@@ -49,7 +49,7 @@ KEYS = {
         "corrections", "tis_cap", "icepop_low", "icepop_high", "mis_ratio", "mis_low", "mis_high",
         "opsm_limit", "overlong_buffer", "overlong_penalty", "length_penalty", "mask_overlong", "normalize",
         "credit", "discount", "baseline", "outcome_weight", "reward_kl", "reward_kl_weight", "entropy_target",
-        "entropy_rate", "sequence_tis_ratio", "sequence_tis_low", "sequence_tis_high",
+        "entropy_rate", "minibatches", "epochs", "sequence_tis_ratio", "sequence_tis_low", "sequence_tis_high",
     },
     "training": {
         "threads", "learning_rate", "warmup_steps", "schedule", "weight_decay", "beta1", "beta2", "clip_norm",
@@ -281,6 +281,8 @@ def test_values_that_cannot_go_together() -> None:
         make_config(MINIMAL, ["algorithm.entropy_rate=0.1"])
     with pytest.raises(ConfigError, match=r"\[algorithm\] sequence_tis_low: 3.0 is above sequence_tis_high 2.0"):
         make_config(MINIMAL, ["algorithm.sequence_tis_low=3.0"])
+    with pytest.raises(ConfigError, match=r"\[algorithm\] minibatches: 5 is above \[buffer\] groups = 4"):
+        make_config(MINIMAL, ["algorithm.minibatches=5", "buffer.groups=4"])
     with pytest.raises(ConfigError, match=r"\[algorithm\] mask_overlong: \[buffer\] filter 'overlong' leaves"):
         make_config(MINIMAL, ["algorithm.mask_overlong=true", 'buffer.filter=["overlong"]'])
     with pytest.raises(ConfigError, match=r"\[algorithm\] teacher: loss 'distillation' needs the directory"):

@@ -4,7 +4,7 @@ import pkgutil
 from pathlib import Path
 from typing import Annotated, Literal
 
-from headrace.config.base import Fraction, Names, NonNegative, NonNegativeFloat, PositiveFloat
+from headrace.config.base import Fraction, Names, NonNegative, NonNegativeFloat, Positive, PositiveFloat
 from headrace.config.teachers import TeacherKeys
 
 POLICY_LOSSES = Path(__file__).parents[1] / "algorithms" / "losses" / "policy"
@@ -105,6 +105,11 @@ class AlgorithmConfig(TeacherKeys, frozen=True):
     """The overlong penalty: how much the reward loses at `max_tokens` when `overlong_buffer` is on."""
     length_penalty: NonNegativeFloat = 0.0
     """How much the reward loses at `max_tokens`. Shorter answers lose in proportion to their length."""
+    minibatches: Positive = 1
+    """The number of minibatches of whole groups into which a batch is divided. Each gets an update of the weights of
+    its own. A batch still makes one step."""
+    epochs: Positive = 1
+    """How often each minibatch of a batch is trained, within the step of the batch."""
     mask_overlong: bool = False
     """Do not train answers that were cut at their length limit. Their rewards still count in the baseline of their
     group."""

@@ -129,6 +129,11 @@ def _check_buffer(config: Config) -> None:
         raise ConfigError("[buffer] filter: 'zero_variance' compares answers and needs [rollouts] group_size >= 2")
     if "overlong" in buffer.filter and config.algorithm.mask_overlong:
         raise ConfigError("[algorithm] mask_overlong: [buffer] filter 'overlong' leaves these answers out already")
+    if config.algorithm.minibatches > buffer.groups:
+        raise ConfigError(
+            f"[algorithm] minibatches: {config.algorithm.minibatches} is above [buffer] groups = {buffer.groups}, "
+            "and groups are not divided"
+        )
     if buffer.oversample > 1 and not buffer.filter:
         raise ConfigError("[buffer] oversample: makes up for groups that are filtered, and filter is empty")
     if rollouts.min_group is not None and not min(2, rollouts.group_size) <= rollouts.min_group <= rollouts.group_size:

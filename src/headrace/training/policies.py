@@ -7,7 +7,7 @@ of a model are exchanged for a while, the model gets its own weights back to the
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -60,6 +60,13 @@ class StoredWeights:
             live.copy_(held)
 
 
+class RowScorer(Protocol):
+    """What scores the rows of a batch."""
+
+    def readings(self, rows: Sequence[MicroBatch], batch: Batch) -> list[Readings]:
+        """Return the readings of each row's targets."""
+
+
 class FrozenPolicy:
     """A policy that scores rows with a model, inside a context that turns the model into that policy."""
 
@@ -95,6 +102,20 @@ class FrozenPolicy:
                 with following(self._model, row) if self._follows else nullcontext():
                     found.append(read_row(self._model, row, temperature=temperature, kept=kept, top=self._top))
         return found
+
+
+class Remembered:
+    """A frozen policy that scores each batch once. All batches must live as long as this object."""
+
+    def __init__(self, policy: RowScorer) -> None:
+        self._policy = policy
+        self._found: dict[int, list[Readings]] = {}
+
+    def readings(self, rows: Sequence[MicroBatch], batch: Batch) -> list[Readings]:
+        """Return the readings of each row's targets. The rows of a batch must always be the same."""
+        if id(batch) not in self._found:
+            self._found[id(batch)] = self._policy.readings(rows, batch)
+        return self._found[id(batch)]
 
 
 class Policies:

@@ -9,13 +9,14 @@ Nothing in it waits for the device: loss and metrics stay on the device and are 
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -34,8 +35,8 @@ from headrace.training.devices import compute_dtype, input_device, upload
 from headrace.training.layers import compiled_layers, uncompiled, warm_up_batches
 from headrace.training.logprobs import EntropyOf, Readings, read_row
 from headrace.training.lora import TrainedAdapter
-from headrace.training.optimizer import HalfWeights, Optimizer, learning_rate
-from headrace.training.policies import FrozenPolicy, Policies
+from headrace.training.optimizer import Applied, HalfWeights, Optimizer, learning_rate
+from headrace.training.policies import Policies, Remembered, RowScorer
 from headrace.training.ranks import Ranks, reduce_gradients, reshard
 from headrace.training.routing import following
 from headrace.training.rows import JOIN_COST, MicroBatch, passes, plan, plan_scoring
@@ -127,57 +128,77 @@ class Trainer:
         return self._state.policy_steps
 
     def step(self, batch: Batch) -> StepReport:
-        """Make one optimizer step, with a new optimizer if the objective differs from that of the previous batch."""
+        """Make one optimizer step, with a new optimizer if the objective differs from that of the previous batch.
+
+        The step has an update of the weights for each minibatch of the batch, in each of its epochs. The reported
+        figures are then means over the updates.
+        """
         self.warm_up()
         started = time.monotonic()
         policy = batch.objective == "policy"
         if self._state.objective not in ("", batch.objective):
             self._optimizer = self._new_optimizer()
-        gradients = self._accumulate(
-            batch,
-            self._policy_loss() if policy else imitation,
-            policies=self._policies.of(batch) if policy else None,
-            entropy=self._needs.entropy if policy else "none",
-            half=self._half,
-            dropout=self._dropout,
-            spans=self._spans,
-        )
         rate = self._rate(batch)
         bonus = {"entropy_weight": self._entropy_weight} if policy and self._algorithm.entropy_target else {}
-        with self._spans.span("optimize") if self._spans else nullcontext():
-            read = self._optimizer.begin(rate, gradients.sums.get(LOSS))
-            if self._half is not None:
-                self._half.refresh()
-            # This is the only place in a step where the host waits for the device.
-            applied = read()
-        changed = applied.changed
+        updates = self._updates(batch, rate)
+        changed = any(update.applied.changed for update in updates)
+        finite = all(update.applied.finite for update in updates)
+        # Updates that were skipped say nothing about the others.
+        told = [update for update in updates if update.applied.changed == changed]
+        metrics = _means([update.gradients.metrics for update in told])
         self._state = TrainerState(
             steps_done=self._state.steps_done + 1,
             policy_steps=self._state.policy_steps + policy,
             skipped_steps=self._state.skipped_steps + (not changed),
-            skipped_in_a_row=0 if changed else self._state.skipped_in_a_row + (not applied.finite),
+            skipped_in_a_row=0 if changed else self._state.skipped_in_a_row + (not finite),
             objective=batch.objective,
-            entropy_weight=self._next_entropy_weight(gradients.metrics if policy and changed else {}),
+            entropy_weight=self._next_entropy_weight(metrics if policy and changed else {}),
         )
+        norm = _mean([update.applied.norm for update in told])
         row = self._state.skipped_in_a_row
         if row >= self._training.max_skipped:
             raise HeadraceError(
                 f"the last {row} steps were skipped because their losses or gradients are not finite "
-                f"(norm {applied.norm}); "
+                f"(norm {norm}); "
                 f"[training] max_skipped = {self._training.max_skipped} ends the run"
             )
         return StepReport(
             step=batch.step,
-            loss=gradients.loss,
-            grad_norm=applied.norm,
+            loss=_mean([update.gradients.loss for update in told]),
+            grad_norm=norm,
             learning_rate=rate,
-            tokens=gradients.tokens,
-            micro_batches=gradients.micro_batches,
+            tokens=sum(update.gradients.tokens for update in updates),
+            micro_batches=sum(update.gradients.micro_batches for update in updates),
             seconds=time.monotonic() - started,
             skipped=not changed,
             skipped_steps=self._state.skipped_steps,
-            metrics=gradients.metrics | {"update_ratio": applied.update_ratio} | bonus,
+            metrics=metrics | {"update_ratio": _mean([update.applied.update_ratio for update in told])} | bonus,
         )
+
+    def _updates(self, batch: Batch, rate: float) -> list["_Update"]:
+        """Update the weights for each minibatch of each epoch. The frozen policies score a minibatch only once."""
+        policy, parts = batch.objective == "policy", batch.parts()
+        policies: Mapping[str, RowScorer] = self._policies.of(batch) if policy else {}
+        if batch.epochs > 1:
+            policies = {name: Remembered(each) for name, each in policies.items()}
+        found = []
+        for number, part in enumerate(parts * batch.epochs):
+            gradients = self._accumulate(
+                part,
+                self._policy_loss() if policy else imitation,
+                policies=policies,
+                entropy=self._needs.entropy if policy else "none",
+                half=self._half,
+                dropout=partial(self._dropout, number),
+                spans=self._spans,
+            )
+            with self._spans.span("optimize") if self._spans else nullcontext():
+                read = self._optimizer.begin(rate, gradients.sums.get(LOSS))
+                if self._half is not None:
+                    self._half.refresh()
+                # This is the only place in an update where the host waits for the device.
+                found.append(_Update(gradients, read()))
+        return found
 
     def warm_up(self) -> None:
         """Compile the layers, if they are to be compiled, by two passes whose gradients are dropped. Idempotent."""
@@ -281,9 +302,9 @@ class Trainer:
     def _new_optimizer(self) -> Optimizer:
         return Optimizer(self.model, self._training, self._ranks, self._half.masters if self._half else None)
 
-    def _dropout(self) -> AbstractContextManager[None]:
+    def _dropout(self, update: int) -> AbstractContextManager[None]:
         share = self._ranks.data if self._ranks else 0
-        return self._adapter.dropout(self._state.steps_done, share) if self._adapter else nullcontext()
+        return self._adapter.dropout(self._state.steps_done, share, update) if self._adapter else nullcontext()
 
     def _rate(self, batch: Batch) -> float:
         if batch.objective == "imitation":
@@ -295,6 +316,14 @@ class Trainer:
             schedule=self._training.schedule,
             total_steps=self._total_steps,
         )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _means(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: _mean([metrics[name] for metrics in each if name in metrics]) for name in dict.fromkeys(chain(*each))}
 
 
 @dataclass
@@ -336,6 +365,13 @@ class Gradients:
         return {name: value if name.startswith(PART) else value / count for name, value in figures.items()}
 
 
+class _Update(NamedTuple):
+    """One update of the weights."""
+
+    gradients: Gradients
+    applied: Applied
+
+
 def accumulate(
     model: Any,
     batch: Batch,
@@ -343,7 +379,7 @@ def accumulate(
     *,
     micro_batch_tokens: int,
     share_prefixes: bool,
-    policies: Mapping[str, FrozenPolicy] | None = None,
+    policies: Mapping[str, RowScorer] | None = None,
     entropy: EntropyOf = "none",
     ranks: Ranks | None = None,
     half: HalfWeights | None = None,

@@ -190,8 +190,8 @@ def with_teacher(loss: Loss, distillation: Loss, weight: float) -> Loss:
 
     def whole(inputs: TokenInputs) -> TokenLoss:
         result, taught = loss(inputs), distillation(inputs)
-        sums = result.sums | {"teacher_kl": taught.sums["teacher_kl"]}
-        return TokenLoss(result.values + weight * taught.values, sums)
+        result = result._replace(sums=result.sums | {"teacher_kl": taught.sums["teacher_kl"]})
+        return plus(result, "teacher", weight * taught.values)
 
     return whole
 
