@@ -34,7 +34,7 @@ KEYS = {
         "kind", "count", "gpus", "gpus_per_engine",
         "threads", "slots", "block_size", "cache_tokens", "max_length", "prefill_chunk", "interrupt",
         "kv", "device", "graphs", "compile", "python", "urls", "port", "arguments", "memory_fraction",
-        "expert_kernels", "fuse_projections", "staging",
+        "expert_kernels", "fuse_projections", "quantize", "staging",
     },
     "rollouts": {
         "group_size", "max_tokens", "max_turns", "temperature", "stop", "top_k", "top_p", "min_p", "keep_routing",
@@ -296,6 +296,11 @@ def test_values_that_cannot_go_together() -> None:
         make_config(MINIMAL, ["algorithm.loss=distillation", "algorithm.teacher=t", 'algorithm.corrections=["opsm"]'])
     with pytest.raises(ConfigError, match=r"\[engine\] cache_tokens"):
         make_config(MINIMAL, ["engine.cache_tokens=64"])
+    for other in ("lora.rank=4", "delivery.send=delta", "engine.staging=none"):
+        with pytest.raises(ConfigError, match=r'\[engine\] quantize = "fp8" does not go together with '):
+            make_config(MINIMAL, ["engine.quantize=fp8", other])
+    with pytest.raises(ConfigError, match=r'quantize = "fp8" does not go together with kind = "vllm"'):
+        make_config(MINIMAL, ["engine.quantize=fp8", "engine.kind=vllm", "engine.python=python"])
     with pytest.raises(ConfigError, match=r"\[lora\] targets: a name is empty"):
         make_config(MINIMAL, ['lora.targets=["q_proj", ""]'])
     with pytest.raises(ConfigError, match=r"\[lora\] modules: lm_head is one of targets too"):

@@ -207,6 +207,8 @@ def _check_engine(config: Config) -> None:
         raise ConfigError('[engine] staging: only engine kind "embedded" has it')
     if engine.staging == "none" and (needed := needs_second_copy(config)):
         raise ConfigError(f'[engine] staging = "none" does not go together with {needed}, which needs a second copy')
+    if engine.quantize != "none":
+        _check_quantized(config)
     if engine.kind != "vllm":
         if engine.gpus_per_engine > 1:
             which = "an embedded engine" if engine.kind == "embedded" else "an engine of your own"
@@ -234,6 +236,18 @@ def _check_engine(config: Config) -> None:
     for what, used in unsupported.items():
         if used:
             raise ConfigError(f'[engine] kind = "vllm" does not go together with {what}')
+
+
+def _check_quantized(config: Config) -> None:
+    unsupported = {
+        f'kind = "{config.engine.kind}"': config.engine.kind != "embedded",
+        "[lora]": config.lora is not None,
+        '[delivery] send = "delta"': config.delivery.send == "delta",
+        'staging = "none"': config.engine.staging == "none",
+    }
+    for what, used in unsupported.items():
+        if used:
+            raise ConfigError(f'[engine] quantize = "{config.engine.quantize}" does not go together with {what}')
 
 
 def _check_bind(section: str, bind: str) -> None:

@@ -271,7 +271,9 @@ def estimate(config: Config, facts: ModelFacts) -> dict[str, Any]:
         "memory_bytes": {
             "trainer": trainer_memory(config, facts, teacher_facts(config), on_gpu=on_gpu).total,
             "offloaded": state_bytes(config, facts, on_gpu=on_gpu) if config.training.offload else 0,
-            "engine": served + second_copy(config, facts) + cache * facts.kv_bytes_per_token * size // 4,
+            "engine": served_bytes(config, facts)
+            + second_copy(config, facts)
+            + cache * facts.kv_bytes_per_token * size // 4,
             "shared": 2 * served,
         },
         "trainer_ranks": config.training.processes,
@@ -284,28 +286,45 @@ def estimate(config: Config, facts: ModelFacts) -> dict[str, Any]:
 def least_engine_bytes(config: Config, facts: ModelFacts) -> int:
     """Return the least GPU memory of one engine: live and staged weights, and the cache of one longest answer.
 
-    With `staging = "auto"` the least is without staged weights.
+    With `staging = "auto"` the least is without staged weights, except those that were rounded.
     """
     size = BYTES[config.model.dtype]
     longest = longest_sequence(config.engine.max_length, facts.max_positions)
     tokens = config.engine.cache_tokens or min(longest, PROMPT_TOKENS + config.rollouts.max_tokens)
     fits_in_one = config.lora is None and with_second_copy(config).staging == "auto"
-    second = 0 if fits_in_one else second_copy(config, facts)
-    return facts.parameters * size + second + tokens * facts.kv_bytes_per_token * size // 4
+    second = _converted_copy(config, facts) if fits_in_one else second_copy(config, facts)
+    return served_bytes(config, facts) + second + tokens * facts.kv_bytes_per_token * size // 4
 
 
 def second_copy(config: Config, facts: ModelFacts) -> int:
     """Return the bytes of weights that an engine holds beside the live ones on its device.
 
-    They are a staged version, unless `[engine] staging` says otherwise. With a merged adapter they are the original
-    weights, and with an unmerged one the staged adapter.
+    They are a staged version, unless `[engine] staging` says otherwise. A version that is rounded is also staged in
+    that form, on the device. With a merged adapter they are the original weights, and with an unmerged one the staged
+    adapter.
     """
     whole = facts.parameters * BYTES[config.model.dtype]
     if config.lora is not None and config.lora.serve == "merged":
         return whole
     if config.engine.staging in ("host", "none"):
-        return 0
-    return whole if config.lora is None else trained_parameters(config.lora, facts) * BYTES[config.model.dtype]
+        return _converted_copy(config, facts)
+    return (
+        whole + _converted_copy(config, facts)
+        if config.lora is None
+        else trained_parameters(config.lora, facts) * BYTES[config.model.dtype]
+    )
+
+
+def served_bytes(config: Config, facts: ModelFacts) -> int:
+    """Return the bytes of an engine's live weights. In FP8, embeddings, projection and experts stay in full."""
+    fp8 = config.engine.quantize == "fp8" and not facts.experts
+    rounded = facts.parameters - _outer(facts) if fp8 else 0
+    return (facts.parameters - rounded) * BYTES[config.model.dtype] + rounded
+
+
+def _converted_copy(config: Config, facts: ModelFacts) -> int:
+    """Return the bytes of a staged version after it was rounded; 0 if versions are served as they arrive."""
+    return served_bytes(config, facts) if config.engine.quantize != "none" else 0
 
 
 def _generation(config: Config, facts: ModelFacts, answers: int, tokens: float) -> float:

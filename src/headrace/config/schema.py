@@ -244,6 +244,10 @@ class EngineConfig(Section, frozen=True):
     memory. `none`: nowhere; while decoding is stopped, the version is copied straight over the live weights and proved
     before the next token. `auto`: `device`, or `none` on a GPU whose memory is needed for the KV cache; the run says
     which, and why ([details](engine.md#where-new-weights-are-staged))."""
+    quantize: Literal["none", "fp8"] = "none"
+    """Embedded engines: `fp8` serves the linear layers in FP8. Their weights are rounded as they arrive, with one scale
+    for each output, and their inputs in every step, with one scale for each token. Sampled tokens carry the
+    log-probabilities of the rounded model ([details](engine.md#linear-layers-in-fp8))."""
     python: str = ""
     """vLLM: the Python interpreter of vLLM's own environment (`make vllm` creates `.venv-vllm/bin/python`)."""
     urls: list[str] = []

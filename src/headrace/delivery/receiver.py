@@ -11,6 +11,9 @@ Without a second copy of the weights (`staging = "none"`), a version that is not
 place is fetched by `install`, straight over the live weights. A version that proves wrong is fetched again, once. If
 that fails too, or the publisher dies in mid-copy, the old weights are gone: the receiver stays in quarantine until a
 version is proved.
+
+An engine may serve weights in another form than they arrive in (`headrace.delivery.conversion`). Then `stage` also
+converts them, and the live digest is that of the converted weights.
 """
 
 import logging
@@ -28,6 +31,7 @@ import torch
 from headrace.delivery.agreement import agreed_plan, check_casts, check_widths
 from headrace.delivery.base import Manifest, Proof, Score, Tolerance, canary_error
 from headrace.delivery.buckets import BUCKET_BYTES, cut
+from headrace.delivery.conversion import Conversion, Converted, Converter
 from headrace.delivery.copying import all_on, copy_all
 from headrace.delivery.delta import apply
 from headrace.delivery.digest import GrowingDigest, digest
@@ -59,6 +63,12 @@ class Staged:
     """The part of `seconds` until all bytes had arrived; the rest was spent on checking them."""
     shared: bool
     """Whether the weights are still in the trainer's memory, where it wrote them, and not in the receiver's own."""
+    converted: Converted | None = None
+    """The weights in the form in which they become live, if that is another one. Then `weights` are these."""
+
+    def as_published(self, live: int) -> int:
+        """Return the digest of the live weights in a form that can be compared with the manifest's."""
+        return self.converted.as_published(live) if self.converted is not None else live
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,15 +99,21 @@ class Receiver:
         installed: Callable[[], None] | None = None,
         base_digest: int | None = None,
         staging: Staging = "device",
+        conversion: Conversion | None = None,
     ) -> None:
         """Create a receiver that updates `weights`, the live tensors of `engine`.
 
         `keys` is the file with the keys of the run, for transports that encrypt. `installed` is called as soon as new
         weights are in place, on the same stream, before they are digested and scored; there an engine updates the
         values that it derives from its weights. If `weights` are an adapter's, `base_digest` is the digest of the
-        weights under the adapter, and the receiver accepts only adapters to the same weights.
+        weights under the adapter, and the receiver accepts only adapters to the same weights. `conversion` makes
+        `weights` from versions that arrive in another form; it needs a place to stage them.
         """
+        if conversion is not None and staging == "none":
+            raise ValueError("weights that are converted need a place to be staged in")
         self._staging = staging
+        self._converter = Converter(conversion, weights) if conversion is not None else None
+        self._arriving = self._converter.arriving if self._converter is not None else weights
         self._live = weights
         self._engine = engine
         self._after_copy = installed
@@ -140,7 +156,7 @@ class Receiver:
             self._staged = None
             self._check_order(manifest.version)
             self._check_base(manifest)
-            plan = self._plan = agreed_plan(manifest, self._live, self._plan)
+            plan = self._plan = agreed_plan(manifest, self._arriving, self._plan)
             if self._fetches_late(manifest):
                 check_widths(manifest, self._live)
                 if self._gpu:
@@ -231,6 +247,8 @@ class Receiver:
             opened.close()
         self._sources.clear()
         self._memory = self._staged = self._installed = None
+        if self._converter:
+            self._converter.close()
         if self._gpu:
             self._gpu.close()
 
@@ -262,6 +280,8 @@ class Receiver:
                 f"version {version} is an adapter to weights with digest {manifest.base_digest:016x}, but this engine's"
                 f" have {base_digest:016x}"
             )
+        if manifest.kind == "delta" and self._converter is not None:
+            raise WrongBase(f"version {version} is a change, and this engine does not keep what the change is made to")
         if manifest.kind == "delta" and (self._quarantined or self._proved != manifest.base):
             held = "unproved weights" if self._quarantined else f"version {self._proved}"
             raise WrongBase(f"version {version} is a change to version {manifest.base}, but this engine has {held}")
@@ -284,10 +304,22 @@ class Receiver:
                 raise
             # Another engine relayed the version and something was wrong, so this time it comes from the trainer.
             weights, shared, fetched = self._digested(manifest, plan, on_arrival)
-        check_casts(weights, self._live)
+        check_casts(weights, self._arriving)
+        converted = None
+        if self._converter is not None:
+            converted = self._converted(manifest, self._converter, weights)
+            if shared:
+                opened.verify(manifest.location, manifest.version)
+            weights, shared = converted.weights, False
         if isinstance(opened, Relaying) and not manifest.parts:
             opened.share(manifest.location, manifest.version)
-        return Staged(manifest, weights, time.monotonic() - started, fetched - started, shared)
+        return Staged(manifest, weights, time.monotonic() - started, fetched - started, shared, converted)
+
+    def _converted(self, manifest: Manifest, converter: Converter, arrived: Mapping[str, torch.Tensor]) -> Converted:
+        """Convert a version that arrived right, and digest the result, which the live weights must equal."""
+        weights = converter.converted(arrived)
+        found = self._gpu.digest_staged(converter.plan, self._live, weights) if self._gpu else digest(weights.items())
+        return Converted(weights, converter.plan, manifest.digest, found)
 
     def _installed_right(self, staged: Staged) -> Installed:
         """Install a version. Without a second copy of the weights, wait for its digest, and fetch it again if wrong."""
@@ -339,16 +371,17 @@ class Receiver:
         started = time.monotonic()
         self._staged = self._installed = None
         if self._gpu:
-            buffer = self._memory.packed if self._memory else None
-            self._installed = Installed(
-                staged, *self._gpu.install(partial(self._copy, staged), buffer, self._after_copy)
-            )
+            own = self._memory.packed if self._memory else None
+            buffer = self._converter.packed if self._converter else own
+            ready, live_digest, seconds = self._gpu.install(partial(self._copy, staged), buffer, self._after_copy)
+            self._installed = Installed(staged, ready, lambda: staged.as_published(live_digest()), seconds)
         else:
             self._copy(staged)
             if self._after_copy:
                 self._after_copy()
-            entries = staged.manifest.entries
-            found = digest((entry.name, self._live[entry.name].to(dtype_of(entry.dtype))) for entry in entries)
+            entries = staged.converted.plan.entries if staged.converted else staged.manifest.entries
+            live = digest((entry.name, self._live[entry.name].to(dtype_of(entry.dtype))) for entry in entries)
+            found = staged.as_published(live)
             # The engine does nothing else until the proof, so it is stopped until then.
             self._installed = Installed(staged, lambda: True, lambda: found, lambda: time.monotonic() - started)
         return self._installed
@@ -360,7 +393,8 @@ class Receiver:
         if staged.weights is not None:
             self._begin_writing()
             if self._gpu:
-                self._gpu.copy(self._plan, self._live, staged.weights)
+                plan = staged.converted.plan if staged.converted else self._plan
+                self._gpu.copy(plan, self._live, staged.weights)
             else:
                 copy_all(self._live, staged.weights)
         elif manifest.parts:
@@ -406,8 +440,10 @@ class Receiver:
             )
             fetched = time.monotonic()
             on_arrival()
-            if self._gpu:
+            if self._gpu and self._converter is None:
                 found = self._gpu.digest_staged(plan, self._live, weights)
+            elif self._gpu and all_on(self._device, weights):
+                found = self._gpu.digest(plan, weights)
             else:
                 found = growing.value() if growing.begun else digest(weights.items())
         if found != manifest.digest:

@@ -24,6 +24,7 @@ from headrace.engines.embedded.staging import choose_staging
 from headrace.engines.embedded.transfer import Arriving
 from headrace.engines.requests import fork_requests, request_refusal
 from headrace.errors import DeliveryError, UserError
+from headrace.models.fp8 import fp8_arrivals, quantize_linears
 from headrace.models.loading import named_weights
 from headrace.models.lora import Adapter
 from headrace.observe.spans import SpanRecorder
@@ -59,8 +60,12 @@ class EngineCore:
         self._keep_kv = config.kv == "keep"
         self._swaps_soon = config.interrupt in ("never", "abort")
         """Whether staged weights are installed at once, and wait only for the work in flight."""
+        if config.quantize == "fp8":
+            quantize_linears(model)
         weights = adapter.weights() if adapter is not None else named_weights(model)
-        self.staging = choose_staging(model, config, max_length, sum(tensor.nbytes for tensor in weights.values()))
+        conversion = fp8_arrivals(model, weights)
+        arriving = conversion.arriving if conversion is not None else None
+        self.staging = choose_staging(model, config, max_length, weights, arriving)
         """Where new weights are staged, and why."""
         self._one_copy = self.staging.staging == "none"
         self._runner, self._pool = make_runner(model, config, max_length, self.staging.device_bytes)
@@ -77,6 +82,7 @@ class EngineCore:
             installed=adapter.apply if adapter is not None else None,
             base_digest=base_digest,
             staging=self.staging.staging,
+            conversion=conversion,
         )
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self.timings = self._runner.timings

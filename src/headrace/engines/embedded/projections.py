@@ -2,7 +2,8 @@
 
 The weights of such projections are laid side by side in one memory, and each parameter becomes a view of its part. So
 parameters keep their names and shapes, new weights are copied into them as before, and no copy has to be kept equal.
-Each projection is then a slice of the whole product. `merge_equal_products` makes a compiler compute it once.
+Each projection is then a slice of the whole product. `merge_equal_products` makes a compiler compute it once. Layers
+in FP8 are laid out in this way from the beginning (`headrace.models.fp8`).
 """
 
 from typing import Any
@@ -11,8 +12,10 @@ import torch
 from torch.nn import Linear
 from torch.nn.functional import linear
 
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""The names of projections that have one input."""
+from headrace.models.fp8 import SIBLINGS, fp8_product
+
+PRODUCTS = (linear, fp8_product)
+"""The functions whose equal calls are merged. Both depend on their arguments alone."""
 
 
 class ProjectionPart(torch.nn.Module):
@@ -40,7 +43,7 @@ def fuse_projections(model: torch.nn.Module) -> int:
     """
     fused = 0
     for module in list(model.modules()):
-        for names in GROUPS:
+        for names in SIBLINGS:
             parts: list[Any] = [getattr(module, name, None) for name in names]
             if _fit_together(parts):
                 _fuse(module, names, parts)
@@ -73,11 +76,16 @@ def _side_by_side(parameters: list[torch.Tensor]) -> torch.Tensor:
     return whole
 
 
+def prepare_to_merge() -> None:
+    """Let every product in FP8 be one node of the graphs that are compiled from now on, as other products are."""
+    torch.compiler.allow_in_graph(fp8_product)  # type: ignore[no-untyped-call]
+
+
 def merge_equal_products(graph: torch.fx.GraphModule) -> None:
     """Let a product of the same input and the same weights be computed once in this graph."""
     found: dict[Any, torch.fx.Node] = {}
     for node in list(graph.graph.nodes):
-        if node.op == "call_function" and node.target is linear:
+        if node.op == "call_function" and node.target in PRODUCTS:
             first = found.setdefault((node.args, tuple(node.kwargs.items())), node)
             if first is not node:
                 node.replace_all_uses_with(first)

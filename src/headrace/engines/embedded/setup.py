@@ -15,7 +15,7 @@ import torch
 from headrace.config.schema import EngineConfig
 from headrace.engines.embedded.base import Runner
 from headrace.engines.embedded.kv_cache import BlockPool
-from headrace.engines.embedded.projections import compile_merged, fuse_projections
+from headrace.engines.embedded.projections import compile_merged, fuse_projections, prepare_to_merge
 from headrace.engines.embedded.runner import HostRunner
 from headrace.errors import UserError
 from headrace.models.attention import prepare_to_compile
@@ -68,7 +68,8 @@ def make_device_runner(model: Any, config: EngineConfig, max_length: int, staged
     routing = _recorded(prepare_experts(model, choose_products) if config.expert_kernels else prepare_experts(model))
     keep_logits_in_float32(model)
     fused = config.compile and config.fuse_projections and bool(fuse_projections(model))
-    compiled = _compile_layers(model, fused=fused) if config.compile else None
+    merged = fused or config.quantize == "fp8"
+    compiled = _compile_layers(model, merged=merged) if config.compile else None
     if config.compile and compiled is None:
         logger.warning("layers run uncompiled: %s has no list of layers", type(model).__name__)
     try:
@@ -104,17 +105,21 @@ def _recorded(shape: RoutingShape | None) -> RoutingShape | None:
     return shape if shape is not None and shape.recorded else None
 
 
-def _compile_layers(model: Any, *, fused: bool) -> torch.nn.ModuleList | None:
+def _compile_layers(model: Any, *, merged: bool) -> torch.nn.ModuleList | None:
     """Compile every decoder layer in place, lazily, and return the layers; None if the model has no list of layers.
 
     One compilation serves all layers of a kind and all batch sizes. Attention is opaque to the compiler. The compiler
-    fuses the rest: norms, rotary embeddings, activations and residuals.
+    fuses the rest: norms, rotary embeddings, activations and residuals. With `merged`, projections of one input are one
+    product.
     """
     layers = getattr(model.get_decoder() if hasattr(model, "get_decoder") else model, "layers", None)
     if not isinstance(layers, torch.nn.ModuleList):
         return None
     prepare_to_compile(model)
-    how: dict[str, Any] = {"backend": compile_merged} if fused else {}
+    how: dict[str, Any] = {}
+    if merged:
+        prepare_to_merge()
+        how = {"backend": compile_merged}
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, **how)
     return layers
