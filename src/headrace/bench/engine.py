@@ -103,6 +103,9 @@ class _Bench:
             "warm_up_seconds": warm.seconds,
         }
         found |= self._figures(measured)
+        if self._device == "cuda":
+            # Before rows are scored again, which takes memory that the engine does not.
+            found["peak_memory_bytes"] = torch.cuda.max_memory_reserved()
         if options.rescore:
             rows = chosen_rows(requests, measured.answers, options.rescore)
             self._say(f"scoring {len(rows)} rows again by the plain model")
