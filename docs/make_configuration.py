@@ -78,6 +78,7 @@ Some rules concern several keys. Breaking one of them is an error too:
 | `[algorithm] overlong_buffer` | It must not be above `[rollouts] max_tokens`. |
 | `[algorithm] discount`, `baseline`, `outcome_weight` | They need `credit` other than `"rollout"`. |
 | `[algorithm] baseline` | `"state"` needs `credit = "turn"`. |
+| `[algorithm] minibatches` | It must not be above `[buffer] groups`. |
 | `[algorithm] mask_overlong` | It is refused with `[buffer] filter = ["overlong"]`. |
 | `[scoring] shuffle` | It is refused with `[algorithm] credit` other than `"rollout"`. |
 | `[engine] cache_tokens` | The cache must hold one answer of `max_tokens` and one more block. |

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "training"))
 
-from random_models import AllDouble, model_dir, random_batch, with_experts
+from random_models import AllDouble, in_minibatches, model_dir, random_batch, with_experts
 
 from forked_processes import PROCESSES
 from headrace.channel.codec import encode
@@ -44,6 +44,8 @@ class Case(msgspec.Struct, frozen=True):
     warm: int = 0
     """Supervised steps, before those of the policy."""
     steps_per_version: int = 1
+    epochs: int = 0
+    """How often two minibatches of each batch are trained; 0 leaves the batch whole."""
 
 
 PLAIN = Case()
@@ -53,6 +55,9 @@ CASES = {
     "kl": Case(KL),
     "recomputed": Case(AlgorithmConfig(loss="decoupled_ppo", proximal="recomputed"), steps_per_version=2),
     "distillation": Case(AlgorithmConfig(loss="distillation", teacher="teacher")),
+    "likeliest": Case(
+        AlgorithmConfig(teacher="teacher", teacher_divergence="reverse", teacher_top_k=5, teacher_weight=0.5)
+    ),
     "muon": Case(training=MUON),
 }
 
@@ -135,7 +140,8 @@ def train(trainer: Trainer, first: int, last: int, case: Case = PLAIN) -> Result
 def _batch(step: int, case: Case) -> Batch:
     objective = "imitation" if step <= case.warm else "policy"
     batch = random_batch(step % 2, step=step, temperature=0.9, objective=objective)
-    return msgspec.structs.replace(batch, version=-(-step // case.steps_per_version))
+    batch = msgspec.structs.replace(batch, version=-(-step // case.steps_per_version))
+    return in_minibatches(batch, case.epochs) if case.epochs else batch
 
 
 def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@ The batch depends on the set of groups, never on the order in which they arrived
 contain the normalisation of the whole optimizer step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -32,6 +32,8 @@ def assemble(
     length_penalty: float = 0.0,
     mask_overlong: bool = False,
     credit: Credit = BY_ROLLOUT,
+    minibatches: int = 1,
+    epochs: int = 1,
     republished: Sequence[int] = (),
 ) -> Batch:
     """Assemble the batch of one optimizer step: every trace of every usable rollout becomes one sequence.
@@ -42,6 +44,9 @@ def assemble(
     by length (see `shaped`); the recorded rewards stay as they were judged. `credit` says how finely. With
     `mask_overlong`, answers that were cut at their length limit are compared with the others, but not trained. All
     groups must train the same policy. `temperature` is that of tokens which were recorded without one.
+
+    With several `minibatches`, whole groups are dealt out to them in turn, and weights are normalised over each
+    minibatch as if it were a step of its own.
     """
     policies = {group.policy for group in groups} or {POLICY}
     if len(policies) > 1:
@@ -67,7 +72,40 @@ def assemble(
     estimated = token_advantages(advantage, ordered, [rewards(rollouts) for rollouts in ordered], credit)
     if mask_overlong:
         ordered = [[_without_training(rollout) for rollout in rollouts] for rollouts in ordered]
-        everyone = [rollout for rollouts in ordered for rollout in rollouts]
+    minibatches = max(1, min(minibatches, len(ordered)))
+    weight_in = [
+        _weight_in(ordered[part::minibatches], normalize, group_size * max_tokens) for part in range(minibatches)
+    ]
+    traces: list[Trace] = []
+    values_of: list[FloatArray] = []
+    weights_of, numbers, part_of = [], [], []
+    known: dict[tuple[int, int], int] = {}
+    for index, (rollouts, of_group) in enumerate(zip(ordered, estimated, strict=True)):
+        part = index % minibatches
+        for rollout, values in zip(rollouts, of_group, strict=True):
+            values_of.extend(values)
+            weight = weight_in[part](rollout)
+            for position, trace in enumerate(rollout.traces):
+                traces.append(trace)
+                weights_of.append(weight)
+                part_of.append(part)
+                # The n-th traces of a group's rollouts begin with the same tokens. The traces of one rollout (several
+                # agents) need not.
+                numbers.append(known.setdefault((index, position), len(known)))
+    named: dict[str, Any] = {"step": step, "version": version, "republished": list(republished), "epochs": epochs}
+    if minibatches > 1:
+        named["minibatches"] = np.asarray(part_of, np.int32)
+    sampled_at = _temperatures(traces, temperature)
+    values = _joined(values_of, np.float64)
+    return _batch(traces, values, weights_of, numbers, **named, **sampled_at, policy=policies.pop())
+
+
+def _weight_in(groups: Sequence[Sequence[Rollout]], normalize: Normalize, largest: int) -> Callable[[Rollout], float]:
+    """Return the function that gives the weight of a rollout's trained tokens among these groups.
+
+    `largest` is the most tokens that a group can have.
+    """
+    everyone = [rollout for rollouts in groups for rollout in rollouts]
     total = sum(rollout.trained_tokens for rollout in everyone)
     counted = sum(rollout.trained_tokens > 0 for rollout in everyone)
 
@@ -76,25 +114,9 @@ def assemble(
             return 1.0 / max(total, 1)
         if normalize == "sequence":
             return 1.0 / max(counted * rollout.trained_tokens, 1)
-        return 1.0 / (len(groups) * group_size * max_tokens)
+        return 1.0 / (len(groups) * largest)
 
-    traces: list[Trace] = []
-    values_of: list[FloatArray] = []
-    weights_of, numbers = [], []
-    known: dict[tuple[int, int], int] = {}
-    for index, (rollouts, of_group) in enumerate(zip(ordered, estimated, strict=True)):
-        for rollout, values in zip(rollouts, of_group, strict=True):
-            values_of.extend(values)
-            for position, trace in enumerate(rollout.traces):
-                traces.append(trace)
-                weights_of.append(weight(rollout))
-                # The n-th traces of a group's rollouts begin with the same tokens. The traces of one rollout (several
-                # agents) need not.
-                numbers.append(known.setdefault((index, position), len(known)))
-    named = {"step": step, "version": version, "republished": list(republished)}
-    sampled_at = _temperatures(traces, temperature)
-    values = _joined(values_of, np.float64)
-    return _batch(traces, values, weights_of, numbers, **named, **sampled_at, policy=policies.pop())
+    return weight
 
 
 def _without_training(rollout: Rollout) -> Rollout:

@@ -103,6 +103,9 @@ class _Bench:
             "warm_up_seconds": warm.seconds,
         }
         found |= self._figures(measured)
+        if self._device == "cuda":
+            # Before rows are scored again, which takes memory that the engine does not.
+            found["peak_memory_bytes"] = torch.cuda.max_memory_reserved()
         if options.rescore:
             rows = chosen_rows(requests, measured.answers, options.rescore)
             self._say(f"scoring {len(rows)} rows again by the plain model")
@@ -218,7 +221,7 @@ class _Bench:
 
     def _engine_config(self) -> EngineConfig:
         options = self._options
-        given = {name: getattr(options, name) for name in ("graphs", "compile", "expert_kernels")}
+        given = {name: getattr(options, name) for name in ("graphs", "compile", "expert_kernels", "fuse_projections")}
         changes = {name: value for name, value in given.items() if value is not None}
         changes |= {name: value for name in ("block_size", "prefill_chunk") if (value := getattr(options, name))}
         config = EngineConfig(slots=options.batch, kv="keep", max_length=self._longest)

@@ -57,6 +57,9 @@ class EngineBench(Bench, frozen=True, kw_only=True):
     device: Device = "auto"
     graphs: Annotated[bool | None, Option("--graphs/--no-graphs", help="CUDA graphs.")] = None
     compile: Annotated[bool | None, Option("--compile/--no-compile", help="Compiled layers.")] = None
+    fuse_projections: Annotated[
+        bool | None, Option("--fuse-projections/--no-fuse-projections", help="One product for several projections.")
+    ] = None
     expert_kernels: Annotated[
         bool | None, Option("--expert-kernels/--no-expert-kernels", help="Headrace's kernels for experts.")
     ] = None

@@ -4,7 +4,8 @@ import pkgutil
 from pathlib import Path
 from typing import Annotated, Literal
 
-from headrace.config.base import Fraction, Names, NonNegative, NonNegativeFloat, PositiveFloat, Section
+from headrace.config.base import Fraction, Names, NonNegative, NonNegativeFloat, Positive, PositiveFloat
+from headrace.config.teachers import TeacherKeys
 
 POLICY_LOSSES = Path(__file__).parents[1] / "algorithms" / "losses" / "policy"
 """The folder of the built-in losses. Its modules are listed, not imported, because they need torch."""
@@ -12,7 +13,7 @@ POLICY_LOSSES = Path(__file__).parents[1] / "algorithms" / "losses" / "policy"
 LOSSES = Names(module.name for module in pkgutil.iter_modules([str(POLICY_LOSSES)]))
 
 
-class AlgorithmConfig(Section, frozen=True):
+class AlgorithmConfig(TeacherKeys, frozen=True):
     """[algorithm]: how rewards become a loss."""
 
     advantage: Annotated[str, Names(("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus"))] = "grpo"
@@ -51,9 +52,6 @@ class AlgorithmConfig(Section, frozen=True):
     proximal_mix: Fraction | None = None
     """The sampler's share in the interpolated proximal policy of decoupled_ppo. By default 1 / lag of the token, and 0
     at lag 0."""
-    teacher: str | None = None
-    """distillation: the model to learn from: a directory, or a name on the hub, `owner/name` or `owner/name@revision`.
-    Its tokenizer must be that of the trained model."""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
     """The estimate of the divergence from the reference policy that is added to the loss. It needs one more forward
     pass. The reference is a copy of the weights before the first policy step, after a warm start if there is one. With
@@ -61,14 +59,33 @@ class AlgorithmConfig(Section, frozen=True):
     has trained."""
     kl_weight: NonNegativeFloat = 1e-3
     """The weight of `kl` in the loss."""
+    reward_kl: Literal["none", "k1", "k3"] = "none"
+    """The estimate of the divergence from the reference policy that every sampled token pays for in its reward. It is
+    that of the sampler, by the recorded log-probabilities. The advantage of a token loses what it and the later tokens
+    of its sequence pay. The reference, and what it costs, are those of `kl`."""
+    reward_kl_weight: NonNegativeFloat = 1e-3
+    """The price of `reward_kl`, in units of the advantage."""
     entropy_weight: NonNegativeFloat | None = None
     """The weight of the entropy bonus at trained tokens. 0 only measures the entropy. By default the entropy is not
     computed."""
-    corrections: list[Literal["tis", "icepop", "mis", "opsm"]] = []
+    entropy_target: PositiveFloat | None = None
+    """The entropy at which the policy is held. `entropy_weight` (by default 0) is then only the weight of the first
+    step: after each step it grows by `entropy_rate` times what the entropy of the step lacks, or falls by what it has
+    too much. It stays between 0 and 1."""
+    entropy_rate: PositiveFloat = 1e-3
+    """How fast the weight of the entropy bonus follows `entropy_target`."""
+    corrections: list[Literal["tis", "sequence_tis", "icepop", "mis", "opsm"]] = []
     """How tokens on which policy and sampler disagree are treated, with any loss. Several corrections can be
     combined."""
     tis_cap: PositiveFloat = 2.0
     """tis: the largest importance weight of a token in the gradient."""
+    sequence_tis_ratio: Literal["product", "mean"] = "product"
+    """sequence_tis: how a sequence's weight follows from its tokens' ratios: their `product`, or their geometric
+    `mean`."""
+    sequence_tis_low: NonNegativeFloat = 0.0
+    """sequence_tis: the smallest weight of a sequence."""
+    sequence_tis_high: PositiveFloat = 2.0
+    """sequence_tis: the largest weight of a sequence."""
     icepop_low: NonNegativeFloat = 0.5
     """icepop: a token with a smaller ratio is left out."""
     icepop_high: PositiveFloat = 5.0
@@ -88,6 +105,11 @@ class AlgorithmConfig(Section, frozen=True):
     """The overlong penalty: how much the reward loses at `max_tokens` when `overlong_buffer` is on."""
     length_penalty: NonNegativeFloat = 0.0
     """How much the reward loses at `max_tokens`. Shorter answers lose in proportion to their length."""
+    minibatches: Positive = 1
+    """The number of minibatches of whole groups into which a batch is divided. Each gets an update of the weights of
+    its own. A batch still makes one step."""
+    epochs: Positive = 1
+    """How often each minibatch of a batch is trained, within the step of the batch."""
     mask_overlong: bool = False
     """Do not train answers that were cut at their length limit. Their rewards still count in the baseline of their
     group."""

@@ -15,6 +15,7 @@ from headrace.config.declared import (
     correction_facts,
     loss_facts,
     losses_that_read,
+    needs,
     transport_facts,
 )
 from headrace.config.memory import runs_on_gpu
@@ -32,6 +33,7 @@ from headrace.config.schema import (
     names_of,
 )
 from headrace.config.scorers import ScorerConfig
+from headrace.config.staging import needs_second_copy
 from headrace.errors import ConfigError, UserError, one_line
 
 REFERENCES = "or module:attribute, or file.py:attribute"
@@ -127,6 +129,11 @@ def _check_buffer(config: Config) -> None:
         raise ConfigError("[buffer] filter: 'zero_variance' compares answers and needs [rollouts] group_size >= 2")
     if "overlong" in buffer.filter and config.algorithm.mask_overlong:
         raise ConfigError("[algorithm] mask_overlong: [buffer] filter 'overlong' leaves these answers out already")
+    if config.algorithm.minibatches > buffer.groups:
+        raise ConfigError(
+            f"[algorithm] minibatches: {config.algorithm.minibatches} is above [buffer] groups = {buffer.groups}, "
+            "and groups are not divided"
+        )
     if buffer.oversample > 1 and not buffer.filter:
         raise ConfigError("[buffer] oversample: makes up for groups that are filtered, and filter is empty")
     if rollouts.min_group is not None and not min(2, rollouts.group_size) <= rollouts.min_group <= rollouts.group_size:
@@ -196,6 +203,12 @@ def _check_engine(config: Config) -> None:
         for key in ("python", "urls", "port", "arguments"):
             if getattr(engine, key):
                 raise ConfigError(f'[engine] {key}: only engine kind "vllm" has it')
+    if engine.staging != "auto" and engine.kind != "embedded":
+        raise ConfigError('[engine] staging: only engine kind "embedded" has it')
+    if engine.staging == "none" and (needed := needs_second_copy(config)):
+        raise ConfigError(f'[engine] staging = "none" does not go together with {needed}, which needs a second copy')
+    if engine.quantize != "none":
+        _check_quantized(config)
     if engine.kind != "vllm":
         if engine.gpus_per_engine > 1:
             which = "an embedded engine" if engine.kind == "embedded" else "an engine of your own"
@@ -225,6 +238,18 @@ def _check_engine(config: Config) -> None:
             raise ConfigError(f'[engine] kind = "vllm" does not go together with {what}')
 
 
+def _check_quantized(config: Config) -> None:
+    unsupported = {
+        f'kind = "{config.engine.kind}"': config.engine.kind != "embedded",
+        "[lora]": config.lora is not None,
+        '[delivery] send = "delta"': config.delivery.send == "delta",
+        'staging = "none"': config.engine.staging == "none",
+    }
+    for what, used in unsupported.items():
+        if used:
+            raise ConfigError(f'[engine] quantize = "{config.engine.quantize}" does not go together with {what}')
+
+
 def _check_bind(section: str, bind: str) -> None:
     try:
         address = ipaddress.ip_address(bind)
@@ -238,13 +263,18 @@ def _check_bind(section: str, bind: str) -> None:
 def _check_algorithm(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> None:
     if algorithm.proximal == "recomputed" and algorithm.proximal_mix is not None:
         raise ConfigError("[algorithm] proximal_mix: a proximal policy that is recomputed has no mix (remove one)")
-    for name in ("icepop", "mis"):
+    for name in ("sequence_tis", "icepop", "mis"):
         low, high = getattr(algorithm, f"{name}_low"), getattr(algorithm, f"{name}_high")
         if low > high:
             raise ConfigError(f"[algorithm] {name}_low: {low} is above {name}_high {high}")
     buffer, longest = algorithm.overlong_buffer, rollouts.max_tokens
     if buffer > longest:
         raise ConfigError(f"[algorithm] overlong_buffer: {buffer} is above [rollouts] max_tokens {longest}")
+    if rollouts.truncates and algorithm.teacher_divergence != "sampled":
+        raise ConfigError(
+            f"[algorithm] teacher_divergence: {algorithm.teacher_divergence!r} compares whole distributions, and "
+            "[rollouts] top_k, top_p or min_p cut what is sampled from (remove them)"
+        )
     if not is_reference(algorithm.loss):
         if not is_reference(algorithm.advantage):
             _check_group(algorithm, rollouts)
@@ -271,23 +301,41 @@ def _check_group(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> None:
 def _check_loss(algorithm: AlgorithmConfig, facts: LossFacts) -> None:
     """Raise `ConfigError` if the loss contradicts the teacher, the corrections, or a key that is not at its default."""
     loss, corrections = algorithm.loss, correction_facts()
-    learns = "teacher" in facts.needed(algorithm)
-    if learns and algorithm.teacher is None:
-        raise ConfigError(f"[algorithm] teacher: loss {loss!r} needs the directory of a model to learn from")
+    _check_teacher(algorithm, facts)
     for name in algorithm.corrections:
         if name in corrections.goes_by_rewards and not facts.uses_rewards:
             raise ConfigError(f"[algorithm] corrections: {name!r} goes by rewards, which loss {loss!r} does not")
+        if name in corrections.caps_weights and loss == "distillation" and algorithm.teacher_divergence != "sampled":
+            raise ConfigError(
+                f"[algorithm] corrections: {name!r} limits importance weights, and teacher_divergence "
+                f"{algorithm.teacher_divergence!r} has none"
+            )
         if name in corrections.caps_weights and not facts.caps_weights:
             raise ConfigError(
                 f"[algorithm] corrections: {name!r} limits importance weights, and loss {loss!r} does not declare "
                 "that it limits any (CAPS_WEIGHTS)"
             )
+    if algorithm.reward_kl != "none" and not facts.uses_rewards:
+        raise ConfigError(f"[algorithm] reward_kl: it is paid from rewards, which loss {loss!r} does not use (set kl)")
+    taught = loss_facts("distillation").reads or () if algorithm.teacher_weight is not None else ()
+    for key in _changed(algorithm):
+        if facts.reads is not None and key not in (*facts.reads, *taught) and (readers := losses_that_read(key)):
+            raise ConfigError(f"[algorithm] {key}: loss {loss!r} does not look at it (only {', '.join(readers)})")
+
+
+def _check_teacher(algorithm: AlgorithmConfig, facts: LossFacts) -> None:
+    """Raise `ConfigError` if there is no teacher for a loss that needs one, or if nothing learns from a teacher."""
+    loss, learns = algorithm.loss, needs(algorithm).teacher
+    if learns and algorithm.teacher is None:
+        wants = f"loss {loss!r}" if "teacher" in facts.needed(algorithm) else "teacher_weight"
+        raise ConfigError(f"[algorithm] teacher: {wants} needs the directory of a model to learn from")
+    if loss == "distillation" and algorithm.teacher_weight is not None:
+        raise ConfigError("[algorithm] teacher_weight: loss 'distillation' learns from the teacher alone (remove it)")
     if algorithm.teacher is not None and not learns:
         learners = " or ".join(repr(name) for name in LOSSES if "teacher" in loss_facts(name).needs)
-        raise ConfigError(f"[algorithm] teacher: only loss {learners} learns from one")
-    for key in _changed(algorithm):
-        if facts.reads is not None and key not in facts.reads and (readers := losses_that_read(key)):
-            raise ConfigError(f"[algorithm] {key}: loss {loss!r} does not look at it (only {', '.join(readers)})")
+        raise ConfigError(f"[algorithm] teacher: only loss {learners} learns from one, or any loss with teacher_weight")
+    if "teacher_top_k" in _changed(algorithm) and not needs(algorithm).top_k:
+        raise ConfigError("[algorithm] teacher_top_k: only teacher_divergence 'forward' and 'reverse' compare them")
 
 
 def _check_ignored(algorithm: AlgorithmConfig) -> None:
@@ -299,6 +347,12 @@ def _check_ignored(algorithm: AlgorithmConfig) -> None:
                 raise ConfigError(f"[algorithm] {key}: only {correction!r} looks at it, which is not in corrections")
     if "kl_weight" in changed and algorithm.kl == "none":
         raise ConfigError("[algorithm] kl_weight: kl is 'none', so nothing has this weight (set kl)")
+    if "reward_kl_weight" in changed and algorithm.reward_kl == "none":
+        raise ConfigError(
+            "[algorithm] reward_kl_weight: reward_kl is 'none', so nothing has this price (set reward_kl)"
+        )
+    if "entropy_rate" in changed and algorithm.entropy_target is None:
+        raise ConfigError("[algorithm] entropy_rate: there is no entropy_target to follow (set it)")
     if algorithm.credit == "rollout":
         for key in ("discount", "baseline", "outcome_weight"):
             if key in changed:

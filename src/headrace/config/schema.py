@@ -211,6 +211,9 @@ class EngineConfig(Section, frozen=True):
     """GPU: capture decode steps as CUDA graphs."""
     compile: bool = True
     """GPU: compile the model's layers when the engine starts. `docs/performance.md` says how long this takes."""
+    fuse_projections: bool = False
+    """GPU, compiled layers: compute queries, keys and values in one matrix product, and gate and up in another. The
+    parameters become views of one memory, under their own names. Layers with adapters stay as they are."""
     expert_kernels: bool = True
     """GPU: decode mixtures of experts with Headrace's own kernels, where they fit the model. `false` leaves the experts
     to torch, to find out whether the kernels are at fault."""
@@ -236,6 +239,15 @@ class EngineConfig(Section, frozen=True):
     kv: Literal["keep", "recompute"] = "recompute"
     """What happens to the KV cache of running sequences when new weights arrive: `keep` it, or `recompute` it under the
     new weights."""
+    staging: Literal["auto", "device", "host", "none"] = "auto"
+    """Where an embedded engine holds a new version until it is live. `device`: beside the live weights. `host`: in host
+    memory. `none`: nowhere; while decoding is stopped, the version is copied straight over the live weights and proved
+    before the next token. `auto`: `device`, or `none` on a GPU whose memory is needed for the KV cache; the run says
+    which, and why ([details](engine.md#where-new-weights-are-staged))."""
+    quantize: Literal["none", "fp8"] = "none"
+    """Embedded engines: `fp8` serves the linear layers in FP8. Their weights are rounded as they arrive, with one scale
+    for each output, and their inputs in every step, with one scale for each token. Sampled tokens carry the
+    log-probabilities of the rounded model ([details](engine.md#linear-layers-in-fp8))."""
     python: str = ""
     """vLLM: the Python interpreter of vLLM's own environment (`make vllm` creates `.venv-vllm/bin/python`)."""
     urls: list[str] = []

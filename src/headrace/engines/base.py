@@ -132,7 +132,9 @@ class Engine(Sampler, Protocol):
         """Stage and check these weights, swap them in between two steps, and prove the live weights.
 
         Weights that are rejected before the swap change nothing. If the live weights turn out wrong, the engine is in
-        quarantine until a later version is proved.
+        quarantine until a later version is proved. An engine without a second copy of its weights may lose the old
+        weights when it rejects new ones. The proof then says `quarantined`: all requests have ended with their partial
+        completions, and the engine samples nothing until a version is proved.
         """
 
 

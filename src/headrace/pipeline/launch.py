@@ -335,6 +335,8 @@ class RunSession:
             for name in workers.engines:
                 if method := fleet.facts(name).get("quantization"):
                     self.progress.note(f"{name} quantises its weights ({method}); only the canary checks the result")
+                if (staging := fleet.facts(name).get("staging", "device")) != "device":
+                    self.progress.note(f"{name} stages new weights: {staging} ({fleet.facts(name)['staging_why']})")
             controller = self._assemble(workers, waits)
             for line in Checkpoint.of(facts).notes:
                 self.progress.note(line)

@@ -139,6 +139,15 @@ def random_batch(
     )
 
 
+def in_minibatches(batch: Batch, epochs: int = 2) -> Batch:
+    """The same batch in two minibatches, whose weights are those of two steps."""
+    of_sequence = batch.groups % 2
+    of_token = np.repeat(of_sequence, batch.lengths)
+    counts = np.array([(batch.trained & (of_token == number)).sum() for number in (0, 1)])
+    weights = np.where(batch.trained, 1.0 / counts[of_token], 0).astype(np.float32)
+    return msgspec.structs.replace(batch, minibatches=of_sequence.astype(np.int32), epochs=epochs, weights=weights)
+
+
 def with_experts(batch: Batch, seed: int = 0, *, first_alike: bool = True) -> Batch:
     """Random experts for all trained tokens; the first ones of a group were drawn by one pass, or each by its own."""
     rng = np.random.default_rng(seed)

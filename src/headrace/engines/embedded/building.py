@@ -4,6 +4,7 @@ The engine runs in the main thread, and a second thread only passes messages. So
 controller, and a slow controller never delays a decode step.
 """
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -21,6 +22,7 @@ from headrace.channel.worker_link import Incoming, WorkerLink
 from headrace.config.hub import model_dir
 from headrace.config.memory import EVERY_ENGINE, longest_sequence, share_beside_trainer
 from headrace.config.schema import Config, LoraConfig
+from headrace.config.staging import with_second_copy
 from headrace.delivery.digest import digest_as
 from headrace.delivery.transports.tcp_wire import KEYS
 from headrace.engines.embedded.core import EngineCore
@@ -32,6 +34,8 @@ from headrace.models.loading import choose_device, load_model, named_weights
 from headrace.models.lora import Adapter, frozen_linears
 from headrace.models.rounding import round_weights
 from headrace.types import NO_VERSION
+
+logger = logging.getLogger(__name__)
 
 
 def _round_as_the_trainer(model: Any, config: Config, lora: LoraConfig) -> None:
@@ -50,7 +54,7 @@ def build(link: WorkerLink, config: Config, version: int = NO_VERSION) -> Engine
     With a `version`, the engine serves the weights of the model's files as this version.
     """
     device = choose_device(config.engine.device, "engine")
-    engine = config.engine
+    engine = with_second_copy(config)
     own = link.name.startswith("engine")
     shared = own and device == "cuda" and any(name.startswith("trainer") for name in link.neighbours)
     beside = 1 + sum(name.startswith("engine") for name in link.neighbours)
@@ -90,7 +94,12 @@ def build(link: WorkerLink, config: Config, version: int = NO_VERSION) -> Engine
     turns = EngineTurns(link.run_dir / TURNS) if shared and config.pipeline.one_gpu == "turns" else None
     loop = EngineLoop(core, partial(send_deltas, link), interrupt=engine.interrupt, turns=turns)
     give_way_to_decoding()
-    link.ready(parameters=sum(p.numel() for p in model.parameters()))
+    logger.info("new weights are staged: %s (%s)", core.staging.staging, core.staging.why)
+    link.ready(
+        parameters=sum(p.numel() for p in model.parameters()),
+        staging=core.staging.staging,
+        staging_why=core.staging.why,
+    )
     return loop
 
 

@@ -189,7 +189,15 @@ class EngineLoop:
             self._refused(staged.manifest, error)
 
     def _refused(self, manifest: Manifest, error: DeliveryError) -> None:
-        self._loaded(Proof(engine=self._core.name, version=manifest.version, accepted=False, reason=str(error)))
+        self._loaded(
+            Proof(
+                engine=self._core.name,
+                version=manifest.version,
+                accepted=False,
+                quarantined=self._core.quarantined,
+                reason=str(error),
+            )
+        )
 
     def _report_proof(self) -> None:
         """Report the proof of new weights. Wait for the proof only if there are no steps to make meanwhile."""

@@ -15,6 +15,7 @@ import torch
 from headrace.config.schema import EngineConfig
 from headrace.engines.embedded.base import Runner
 from headrace.engines.embedded.kv_cache import BlockPool
+from headrace.engines.embedded.projections import compile_merged, fuse_projections, prepare_to_merge
 from headrace.engines.embedded.runner import HostRunner
 from headrace.errors import UserError
 from headrace.models.attention import prepare_to_compile
@@ -32,30 +33,31 @@ SWITCH_SECONDS = 5e-4
 CANARY_LENGTH = 16
 """The length of the sequence that is scored once before an engine serves, in tokens."""
 
-MakeRunner = Callable[[Any, EngineConfig, int], tuple[Runner, BlockPool]]
-"""Makes a runner and its block pool from a model, the engine's configuration and the longest length."""
+MakeRunner = Callable[[Any, EngineConfig, int, int], tuple[Runner, BlockPool]]
+"""Makes a runner and its block pool from a model, the engine's configuration, the longest length, and the bytes of a
+GPU that the cache must leave to staged weights."""
 
 
-def make_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
+def make_runner(model: Any, config: EngineConfig, max_length: int, staged: int) -> tuple[Runner, BlockPool]:
     """Return the runner for this model and the pool of its cache blocks."""
     if next(model.parameters()).device.type == "cuda":
-        return make_device_runner(model, config, max_length)
+        return make_device_runner(model, config, max_length, staged)
     return make_host_runner(model, config, max_length)
 
 
-def make_host_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
+def make_host_runner(model: Any, config: EngineConfig, max_length: int, staged: int = 0) -> tuple[Runner, BlockPool]:
     """Return the host's runner, which computes with plain torch, on any device. Its results are there at once."""
-    blocks = _wanted_blocks(config, max_length)
+    blocks = wanted_blocks(config, max_length)
     runner = HostRunner(model, blocks, config.block_size, _recorded(prepare_experts(model)))
     return runner, BlockPool(blocks, config.block_size)
 
 
-def _wanted_blocks(config: EngineConfig, max_length: int) -> int:
+def wanted_blocks(config: EngineConfig, max_length: int) -> int:
     """Return the number of blocks that is configured, or that `slots` sequences of the longest length need."""
     return -(-config.cache_tokens // config.block_size) or config.slots * -(-max_length // config.block_size)
 
 
-def make_device_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
+def make_device_runner(model: Any, config: EngineConfig, max_length: int, staged: int = 0) -> tuple[Runner, BlockPool]:
     """Return the GPU's runner. If the model is not on a GPU, Triton's interpreter must run the kernels."""
     # Imported here, because Triton is needed only with a GPU, and may be installed only there.
     from headrace.engines.embedded.device.experts import choose_products
@@ -65,7 +67,9 @@ def make_device_runner(model: Any, config: EngineConfig, max_length: int) -> tup
     parameter = next(model.parameters())
     routing = _recorded(prepare_experts(model, choose_products) if config.expert_kernels else prepare_experts(model))
     keep_logits_in_float32(model)
-    compiled = _compile_layers(model) if config.compile else None
+    fused = config.compile and config.fuse_projections and bool(fuse_projections(model))
+    merged = fused or config.quantize == "fp8"
+    compiled = _compile_layers(model, merged=merged) if config.compile else None
     if config.compile and compiled is None:
         logger.warning("layers run uncompiled: %s has no list of layers", type(model).__name__)
     try:
@@ -77,9 +81,9 @@ def make_device_runner(model: Any, config: EngineConfig, max_length: int) -> tup
         for layer in compiled:
             layer.__dict__.pop("forward", None)
         shapes = layer_shapes(model)
-    blocks = _wanted_blocks(config, max_length)
+    blocks = wanted_blocks(config, max_length)
     if parameter.device.type == "cuda":
-        affordable = affordable_blocks(model, shapes, config.block_size, config.memory_fraction)
+        affordable = affordable_blocks(model, shapes, config.block_size, config.memory_fraction, staged)
         if config.cache_tokens and blocks > affordable:
             raise UserError(
                 f"[engine] cache_tokens = {config.cache_tokens} do not fit:"
@@ -101,18 +105,23 @@ def _recorded(shape: RoutingShape | None) -> RoutingShape | None:
     return shape if shape is not None and shape.recorded else None
 
 
-def _compile_layers(model: Any) -> torch.nn.ModuleList | None:
+def _compile_layers(model: Any, *, merged: bool) -> torch.nn.ModuleList | None:
     """Compile every decoder layer in place, lazily, and return the layers; None if the model has no list of layers.
 
     One compilation serves all layers of a kind and all batch sizes. Attention is opaque to the compiler. The compiler
-    fuses the rest: norms, rotary embeddings, activations and residuals.
+    fuses the rest: norms, rotary embeddings, activations and residuals. With `merged`, projections of one input are one
+    product.
     """
     layers = getattr(model.get_decoder() if hasattr(model, "get_decoder") else model, "layers", None)
     if not isinstance(layers, torch.nn.ModuleList):
         return None
     prepare_to_compile(model)
+    how: dict[str, Any] = {}
+    if merged:
+        prepare_to_merge()
+        how = {"backend": compile_merged}
     for layer in layers:
-        layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True)
+        layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, **how)
     return layers
 
 

@@ -61,6 +61,8 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """The version under which the weights were published."""
     objective: str = ""
     """The objective that the optimizer state belongs to. Empty before the first step."""
+    entropy_weight: float | None = None
+    """The weight of the entropy bonus after the last step, if it follows a target."""
     optimizer: str = ""
     """The `[training] optimizer` that the state belongs to. Empty if no state is kept, or if it was not recorded."""
 
