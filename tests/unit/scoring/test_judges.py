@@ -220,7 +220,7 @@ MODEL = {"path": str(Path(__file__).parents[3] / "examples/quickstart/model"), "
         ({"pattern": "("}, "[scorers.j] pattern: '(' is not a regular expression"),
         ({"pattern": "a", "field": "b"}, "[scorers.j] field: pattern is given too"),
         ({"samples": 3}, "[scorers.j] samples: 3 replies are all the same at temperature 0"),
-        ({"kind": "jury"}, "[scorers.j] kind: invalid value 'jury' (one of: function, judge"),
+        ({"kind": "jury"}, "[scorers.j] kind: invalid value 'jury' (one of: function, program, judge"),
         ({"combine": "sum"}, "[scorers.j] combine: invalid enum value 'sum' (one of: mean, majority)"),
         ({"tempalte": "x"}, "[scorers.j] unknown key 'tempalte' (did you mean 'template'?)"),
     ],
