@@ -18,6 +18,7 @@ HUB_KEYS = {("model", "path"), ("algorithm", "teacher"), ("task", "path"), ("tas
 WRITTEN = {("training", "checkpoint_directory"), ("delivery", "directory")}
 """Keys of directories that a run writes to. A URL stays as it is."""
 FREE = {"config", "system", "suffix", "arguments", "command", "stop", "fields", "hosts", "urls", "url", "pattern"}
+FREE |= {"markers", "tag", "good", "bad"}
 """Keys whose values are the user's own words. They are never taken for a path."""
 _FILE_REFERENCE = re.compile(r"(?P<file>[^\n]*\.py):(?P<attribute>[A-Za-z_][\w.]*)")
 
