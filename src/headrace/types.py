@@ -16,6 +16,7 @@ import numpy.typing as npt
 Int16Array = npt.NDArray[np.int16]
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 Ending = Literal["finished", "truncated", "aborted", "failed"]
@@ -26,6 +27,9 @@ POLICY = "policy"
 
 TASK = "task"
 """The name of a run's task if the configuration gives the task no name."""
+
+LOW_SCORE = "low_score"
+"""The reason of a rollout that was ended because a step of it scored too low, and of a group of such rollouts."""
 
 Level = Literal["rollout", "turn", "step", "token"]
 """What a score is about: the whole rollout, a turn of the policy, a step within a turn, or tokens."""

@@ -24,6 +24,7 @@ from headrace.config.declared import correction_facts, losses_that_read
 from headrace.config.load import POLICY_SECTIONS
 from headrace.config.other_names import NAMES
 from headrace.config.schema import AlgorithmConfig
+from headrace.config.scorers import ProcessRewardConfig
 from headrace.errors import ConfigError
 
 MINIMAL = {"model": {"path": "m"}, "task": {"kind": "gym", "name": "spell_backward"}}
@@ -99,6 +100,7 @@ JUDGE_KEYS = {
     *MODEL_SCORER_KEYS, "template", "system", "url", "served_model", "api_key", "pattern", "field", "words", "samples",
     "combine", "temperature", "max_tokens", "cache",
 }  # fmt: skip
+PROCESS_REWARD_KEYS = {*MODEL_SCORER_KEYS, "markers", "tag", "good", "bad", "whole", "cancel_below", "when"}
 POLICY_KEYS = {"model", "engine", "buffer", "algorithm", "training", "lora", "warm_start", "delivery"}
 NOT_SECTIONS = {"task", "task_name", "policy_name", "scorers"}
 
@@ -140,6 +142,7 @@ def test_keys_are_pinned() -> None:
         AgentTaskConfig: AGENT_KEYS, DatasetTaskConfig: DATASET_KEYS,
         EnvironmentTaskConfig: ENVIRONMENT_KEYS, GymTaskConfig: GYM_KEYS,
         FunctionScorerConfig: SCORER_KEYS, JudgeConfig: JUDGE_KEYS, ProgramConfig: PROGRAM_KEYS,
+        ProcessRewardConfig: PROCESS_REWARD_KEYS,
     }  # fmt: skip
     assert {kind: set(kind.__struct_fields__) for kind in pinned} == pinned
     assert set(POLICY_SECTIONS) == POLICY_KEYS

@@ -89,7 +89,7 @@ ARROWS = {
         "training.lora",
     },
     "rollouts": {"engines.base", "scoring.base", "tasks.base"},
-    "scoring": {"engines.base", "engines.serving"},
+    "scoring": {"engines.base", "engines.serving", "engines.step_values"},
     "tasks": set(),
     "training": {
         "algorithms.losses",

@@ -62,6 +62,7 @@ OWNERS = {
     "headrace/pipeline/episodes.py:Evaluations._evaluated": AWAITED,
     "headrace/rollouts/base.py:AnyEpisode.interruptible": AWAITED,
     "headrace/scoring/base.py:Stage._scores": AWAITED,
+    "headrace/scoring/process_reward.py:ProcessRewardScorer._send": "The next `score` raises its error.",
     "headrace/scoring/rewards.py:ThreadScorer._ask": "The judgement fails, at the latest at its deadline.",
     "headrace/training/checkpoints/saving.py:Saver.__init__": FUTURES,
     "headrace/training/remote.py:RemoteTrainer._ask": AWAITED,

@@ -33,6 +33,7 @@ from headrace.cluster.inventory import this_host
 from headrace.cluster.mps import without_mps
 from headrace.config import AgentTaskConfig, Config
 from headrace.config.schema import as_engine
+from headrace.config.scorers import ProcessRewardConfig
 from headrace.errors import HeadraceError, PeerDied, one_line
 from headrace.run_dir import RunDir
 
@@ -210,6 +211,11 @@ def _serve_scorer(link: WorkerLink, config: Config) -> None:
         os.sched_setaffinity(0, section.cores)
     fix_threads(section.threads)
     link.peak_memory = peak_gpu_memory
+    if isinstance(section, ProcessRewardConfig):
+        from headrace.engines.embedded.process_reward import serve as serve_process_reward
+
+        serve_process_reward(link, section)
+        return
     from headrace.engines.embedded.building import serve as serve_embedded
 
     serve_embedded(link, as_engine(config, section), version=0)

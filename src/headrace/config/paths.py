@@ -17,8 +17,10 @@ HUB_KEYS = {("model", "path"), ("algorithm", "teacher"), ("task", "path"), ("tas
 """Keys that hold a path or a name on the hub."""
 WRITTEN = {("training", "checkpoint_directory"), ("delivery", "directory")}
 """Keys of directories that a run writes to. A URL stays as it is."""
-FREE = {"config", "system", "suffix", "arguments", "command", "stop", "fields", "hosts", "urls", "url", "pattern",
-        "environment"}  # fmt: skip
+FREE = {
+    "config", "system", "suffix", "arguments", "command", "stop", "fields", "hosts", "urls", "url", "pattern",
+    "environment", "markers", "tag", "good", "bad",
+}  # fmt: skip
 """Keys whose values are the user's own words. They are never taken for a path."""
 _FILE_REFERENCE = re.compile(r"(?P<file>[^\n]*\.py):(?P<attribute>[A-Za-z_][\w.]*)")
 

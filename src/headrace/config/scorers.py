@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from msgspec import Meta
 
 from headrace.config.base import (
+    Fraction,
     NonNegative,
     NonNegativeFloat,
     Positive,
@@ -130,13 +131,43 @@ class JudgeConfig(ModelScorerSection, frozen=True, kw_only=True, tag="judge"):
     """How many judgements are remembered. The same question is then not asked twice. 0 remembers none."""
 
 
-ScorerConfig = FunctionScorerConfig | ProgramConfig | JudgeConfig
+class ProcessRewardConfig(ModelScorerSection, frozen=True, kw_only=True, tag="process_reward"):
+    """[scorers.NAME] kind = "process_reward": a model that scores every step of an answer while the next is sampled.
+
+    `concurrency` is here the number of messages under way to the model. Each has the steps of any number of answers.
+    """
+
+    markers: list[str]
+    """The texts that end a step, such as `["\\n\\n"]`. A token that contains one of them is the last of its step."""
+    tag: str = ""
+    """A token that the model reads after every step, and at which its verdict stands. The policy does not sample it. By
+    default the verdict stands at the last token of the step."""
+    good: str = ""
+    """What says that a step is good: a label of a token classifier, by default its last one, or a token of a causal
+    language model. The score is its probability."""
+    bad: str = ""
+    """Causal language models: the token that says that a step is bad. The score is then the probability of `good` among
+    these two tokens."""
+    whole: Literal["none", "last", "min", "mean", "product"] = "none"
+    """How the scores of the steps become a score of the whole answer, which adds to its reward. `none`: there is none,
+    and the steps alone are scored."""
+    cancel_below: Fraction = 0.0
+    """An answer is ended, and dropped with the reason `low_score`, when a step of it scores less than this while the
+    answer is still being sampled. If too few answers of a group remain, the group is dropped. Held-out answers are
+    never ended."""
+    when: Literal["step", "end"] = "step"
+    """When steps are scored: each step as soon as it ends, or all of them after the last token of the answer."""
+
+
+ScorerConfig = FunctionScorerConfig | ProgramConfig | JudgeConfig | ProcessRewardConfig
 
 
 def check_scorer(place: str, scorer: ScorerConfig) -> None:
     """Raise `ConfigError` if keys of the section at this place contradict each other."""
     if isinstance(scorer, JudgeConfig):
         _check_judge(place, scorer)
+    if isinstance(scorer, ProcessRewardConfig):
+        _check_process_reward(place, scorer)
 
 
 def _check_judge(place: str, judge: JudgeConfig) -> None:
@@ -154,3 +185,14 @@ def _check_judge(place: str, judge: JudgeConfig) -> None:
         raise ConfigError(f"[{place}] pattern: {judge.pattern!r} is not a regular expression: {error}") from error
     if judge.samples > 1 and not judge.temperature:
         raise ConfigError(f"[{place}] samples: {judge.samples} replies are all the same at temperature 0 (raise it)")
+
+
+def _check_process_reward(place: str, scorer: ProcessRewardConfig) -> None:
+    if not scorer.model:
+        raise ConfigError(f"[{place}] model: give the directory of the process-reward model, or its name on the hub")
+    if not scorer.markers or not all(scorer.markers):
+        raise ConfigError(f"[{place}] markers: give at least one text that ends a step, and no empty one")
+    if scorer.bad and not scorer.good:
+        raise ConfigError(f"[{place}] bad: {scorer.bad!r} is compared with `good`, which is not given")
+    if scorer.cancel_below and scorer.when == "end":
+        raise ConfigError(f'[{place}] cancel_below: with when = "end" an answer has ended before it is scored')

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from headrace.config.model_dir import check_model_dir
 from headrace.errors import ModelError, UserError, one_line
@@ -22,9 +22,17 @@ UNUSABLE = (
 
 
 def load_model(
-    path: str | Path, *, weights: str = "load", dtype: str = "float32", seed: int = 0, device: str = "cpu"
+    path: str | Path,
+    *,
+    weights: str = "load",
+    dtype: str = "float32",
+    seed: int = 0,
+    device: str = "cpu",
+    classifier: bool = False,
 ) -> Any:
-    """Load the causal LM in this directory, in eval mode, with Headrace's attention.
+    """Load the causal LM in this directory, or with `classifier` the token classifier, with Headrace's attention.
+
+    The model is in eval mode.
 
     Every tensor of the model must be in the directory, with the right shape, and no other (see `_check_tensors`).
     Random weights depend on `seed` alone. The dtype is given to the loader, and the model is never cast afterwards,
@@ -32,16 +40,15 @@ def load_model(
     """
     path = Path(path)
     check_model_dir(path, weights)
-    with refusing_unusable(path):
+    family: Any = AutoModelForTokenClassification if classifier else AutoModelForCausalLM
+    with refusing_unusable(path, "token classifier" if classifier else "causal language model"):
         if weights == "random":
             config = AutoConfig.from_pretrained(path)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                model = AutoModelForCausalLM.from_config(
-                    config, dtype=getattr(torch, dtype), attn_implementation=ATTENTION
-                )
+                model = family.from_config(config, dtype=getattr(torch, dtype), attn_implementation=ATTENTION)
         else:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = family.from_pretrained(
                 path,
                 dtype=getattr(torch, dtype),
                 attn_implementation=ATTENTION,
@@ -53,15 +60,15 @@ def load_model(
 
 
 @contextmanager
-def refusing_unusable(path: Path) -> Iterator[None]:
-    """Turn what transformers raises for an unusable model directory into a `ModelError` of one line."""
+def refusing_unusable(path: Path, kind: str = "causal language model") -> Iterator[None]:
+    """Turn what transformers raises for a directory without a model of this kind into a `ModelError` of one line."""
     try:
         yield
     except UNUSABLE as error:
         reason = one_line(str(error).strip().partition("\n")[0], 300) or type(error).__name__
         if isinstance(error, KeyError) and error.args == (ATTENTION,):
             reason = "it does not use transformers' attention interface"
-        raise ModelError(f"{path} cannot be loaded as a causal language model: {reason}") from error
+        raise ModelError(f"{path} cannot be loaded as a {kind}: {reason}") from error
 
 
 def _check_tensors(path: Path, info: Mapping[str, Any]) -> None:

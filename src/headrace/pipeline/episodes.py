@@ -45,6 +45,7 @@ class Episodes:
         self._parts = parts
         self._config = parts.config
         self._stop_tokens = tuple(parts.chat.token_id(token) for token in parts.config.rollouts.stop)
+        self._step_tokens = parts.scoring.step_token_ids
 
     def of_group(
         self,
@@ -104,6 +105,7 @@ class Episodes:
             min_p=rollouts.min_p,
             seed=derive_seed(self._config.run.seed, group, index),
             stop_token_ids=self._stop_tokens,
+            step_token_ids=self._step_tokens,
             record_kept=record_kept,
         )
 

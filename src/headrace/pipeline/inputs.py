@@ -31,8 +31,9 @@ from headrace.config.declared import loss_facts, transport_facts
 from headrace.config.hub import fetched_dataset, find_model, model_dir, parse_name, teacher_dir, template_text
 from headrace.config.memory import longest_sequence
 from headrace.config.model_dir import check_model_dir, check_teacher, model_facts, weights_stamp
+from headrace.config.reward_model import reward_verdict, token_id, tokens_that_contain
 from headrace.config.schema import RolloutsConfig, is_reference
-from headrace.config.scorers import ModelScorerSection
+from headrace.config.scorers import ModelScorerSection, ProcessRewardConfig
 from headrace.errors import ConfigError
 from headrace.gateway.agent_main import AgentSetup
 from headrace.gateway.agents import AgentPool
@@ -43,7 +44,8 @@ from headrace.reference import call_factory, find_source, import_function, split
 from headrace.scoring.base import Scorer, Stage
 from headrace.scoring.functions import is_reward_function
 from headrace.scoring.judges import Judge, Template
-from headrace.scoring.model_process import ROLE, ModelEngine
+from headrace.scoring.model_process import ROLE, ModelEngine, ModelProcess
+from headrace.scoring.process_reward import ProcessRewardScorer
 from headrace.scoring.programs import Program
 from headrace.scoring.replies import EngineReplies, UrlReplies
 from headrace.scoring.rewards import WorkerScorer
@@ -280,6 +282,8 @@ def _named_scorer(config: Config, name: str, scorer: ScorerConfig) -> Scorer:
             return Program(scorer, f"scorers.{name}")
         case JudgeConfig():
             return _judge(config, name, scorer)
+        case ProcessRewardConfig():
+            return _process_reward(config, name, scorer)
 
 
 def _function_scorer(config: Config, place: str, scorer: FunctionScorerConfig) -> Scorer:
@@ -324,6 +328,24 @@ def _judge(config: Config, name: str, judge: JudgeConfig) -> Judge:
     process = ModelEngine(process_name(config, f"scorers.{name}"), timeout=judge.timeout)
     replies = EngineReplies(process, chat, max_tokens=judge.max_tokens, temperature=judge.temperature)
     return Judge(judge, template, replies, process=process, weights=weights_stamp(path))
+
+
+def _process_reward(config: Config, name: str, section: ProcessRewardConfig) -> ProcessRewardScorer:
+    """Make the scorer of a process-reward model, which must know all tokens of the policy."""
+    key = f"[scorers.{name}]"
+    path, policy = scorer_model_dir(f"scorers.{name}", section), model_dir(config.model)
+    check_teacher(path, policy, config.model.weights, key=f"{key} model")
+    reward_verdict(path, section.good, section.bad, f"{key} model")
+    return ProcessRewardScorer(
+        ModelProcess(process_name(config, f"scorers.{name}"), timeout=section.timeout),
+        tokens_that_contain(policy, section.markers, f"{key} markers"),
+        tag=token_id(path, section.tag, f"{key} tag") if section.tag else None,
+        whole=section.whole,
+        cancel_below=section.cancel_below,
+        streaming=section.when == "step",
+        concurrency=section.concurrency,
+        retries=section.retries,
+    )
 
 
 def process_name(config: Config, section: str) -> str:

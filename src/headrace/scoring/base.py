@@ -27,7 +27,7 @@ import msgspec
 from headrace.channel.codec import Message
 from headrace.channel.hub import Hub
 from headrace.reference import describe
-from headrace.types import Int32Array, Level, Prompt, Rollout, Score, Trace
+from headrace.types import Float64Array, Int32Array, Level, Prompt, Rollout, Score, Trace
 
 CLOSE_SECONDS = 10.0
 LEVELS = get_args(Level)
@@ -80,6 +80,8 @@ class Span:
     """The position of the first of these tokens in the trace."""
     tokens: Trace
     decode: Callable[[Int32Array], str]
+    times: Float64Array | None = None
+    """When the engine sampled each token, in seconds of its monotonic clock; None if it does not tell."""
 
     @property
     def token_ids(self) -> Int32Array:
@@ -151,6 +153,8 @@ class Scorer(ABC):
     """The version that is recorded with every score. Change it when the scorer would judge differently than before."""
     process: ScorerProcess | None = None
     """The process of the scorer's model, if it has one."""
+    step_token_ids: tuple[int, ...] = ()
+    """The tokens that end a step, if the scorer judges steps. Engines send tokens at once when they sample one."""
     keeps_deadlines: bool = False
     """Whether `score` keeps its own time limit. Otherwise `[scoring] timeout` counts from the call of `score`."""
 
@@ -168,6 +172,10 @@ class Scorer(ABC):
 
         Any exception fails the rollout. This is the last call about the rollout, even if the call is cancelled.
         """
+
+    def doomed(self, rollout_id: str) -> bool:
+        """Return whether a rollout that is being sampled should end now, because its scores so far are too low."""
+        return False
 
     def forget(self, rollout_id: str) -> None:  # noqa: B027
         """Forget a rollout whose spans were seen, because `score` will not be called for it. Must return at once."""
@@ -241,6 +249,15 @@ class Stage:
                     scorer.span(span)
             except ScoreError as error:
                 self._told[span.rollout] = self._told[span.rollout] or str(error)
+
+    @property
+    def step_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a step for any of the scorers."""
+        return tuple(sorted({token for scorer in self.scorers.values() for token in scorer.step_token_ids}))
+
+    def doomed(self, rollout_id: str) -> bool:
+        """Return whether a scorer wants this rollout, which is being sampled, to end now."""
+        return any(scorer.doomed(rollout_id) for scorer in self._listeners.values())
 
     def forget(self, rollout_id: str) -> None:
         """Tell the scorers that a rollout whose spans they have seen will not be scored. Idempotent."""

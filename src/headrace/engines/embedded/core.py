@@ -390,6 +390,7 @@ class EngineCore:
     def _take(self, sampled: list[Sampled], *, finish: bool = True) -> list[Delta]:
         """Record new tokens. Return the last deltas of sequences that ended, unless these wait for a proof."""
         deltas = []
+        now = self._clock()
         for new in sampled:
             sequence = new.sequence
             # The device may have continued a sequence that had ended by a rule which only the host knows.
@@ -398,10 +399,10 @@ class EngineCore:
             sequence.ending = end = ending(new)
             if end is not None:
                 new.cut(end.tokens)
-            sequence.extend(new)
+            sequence.extend(new, now)
             self._generated += len(new.tokens)
             if new.versions and new.versions[-1] > self.drawn_version:
-                self.drawn_version, self.drawn_at = int(new.versions[-1]), self._clock()
+                self.drawn_version, self.drawn_at = int(new.versions[-1]), now
             if end is not None and finish and self._unproved is None:
                 deltas.append(self._finish(sequence, end))
         return deltas

@@ -1,0 +1,118 @@
+"""Write the model directory (a config and a tokenizer, no weights) and the data of this example. Run once; the results
+are committed.
+
+The task is to follow a map, six steps far. A prompt says where each of eight letters leads, and where four travellers
+begin. In every step each traveller goes on to the next letter.
+
+    prompt   AdBfCaDeEgFhGbHc:acfh      A leads to d, B to f, ...; the travellers begin at a, c, f and h
+    answer   AdCaFhHc;DeAdHcCa;...      from A to d, from C to a, from F to h, from H to c; then from D to e, ...
+
+`;` ends a step. In the demonstrations of the warm start the travellers stay where they are in some of the steps, and
+the steps after them go on from there.
+"""
+
+import json
+import random
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+HERE = Path(__file__).parent
+LETTERS, TRAVELLERS, STEPS = "abcdefgh", 4, 6
+SPECIAL = ["<pad>", "<|user|>", "<|assistant|>", "<|end|>"]
+VOCABULARY = [*SPECIAL, *LETTERS, *LETTERS.upper(), ":", ";", "+", "-", "?"]
+"""The tokens. `+` and `-` are for the verdicts of a reward model that is a causal language model."""
+RIGHT_STEP = 0.6
+"""The probability that the travellers go on in a step of a demonstration."""
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 32,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "initializer_range": 0.05,
+    "bos_token_id": None,
+    "eos_token_id": 3,
+    "pad_token_id": 0,
+}
+"""The shape of a Llama of 0.6M parameters, the policy's and the reward model's."""
+
+
+def read(prompt: str) -> tuple[dict[str, str], str]:
+    """Return where each letter leads, and where the travellers begin."""
+    pairs, _, begin = prompt.partition(":")
+    return {pairs[at].lower(): pairs[at + 1] for at in range(0, len(pairs), 2)}, begin
+
+
+def step(begin: str, end: str) -> str:
+    """Return the step in which the travellers go from these letters to those."""
+    return "".join(a.upper() + b for a, b in zip(begin, end, strict=True)) + ";"
+
+
+def walk(prompt: str, draw: random.Random, right: float, steps: int = STEPS) -> str:
+    """Return an answer in which the travellers go on with probability `right` in each step, and otherwise stay."""
+    leads, place = read(prompt)
+    answer = ""
+    for _ in range(steps):
+        begin, place = place, "".join(map(leads.get, place)) if draw.random() < right else place
+        answer += step(begin, place)
+    return answer
+
+
+def random_prompt(draw: random.Random) -> str:
+    """Return a map without letters that lead to themselves, and different letters to begin at."""
+    while True:
+        ends = draw.sample(LETTERS, len(LETTERS))
+        if all(a != b for a, b in zip(LETTERS, ends, strict=True)):
+            return step(LETTERS, "".join(ends)).replace(";", ":") + "".join(draw.sample(LETTERS, TRAVELLERS))
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Write a tokenizer of one token a character."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.WordLevel({token: id for id, token in enumerate(VOCABULARY)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|end|>",
+        "pad_token": "<pad>",
+        "chat_template": TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def write_data(path: Path, count: int, taken: set[str], draw: random.Random, steps: int = STEPS) -> None:
+    """Write lines with a prompt, its answer and a demonstration. No prompt is in two files."""
+    lines = []
+    while len(lines) < count:
+        prompt = random_prompt(draw)
+        if prompt not in taken:
+            taken.add(prompt)
+            answer, shown = (walk(prompt, draw, right, steps) for right in (1.0, RIGHT_STEP))
+            lines.append(json.dumps({"prompt": prompt, "answer": answer, "demonstration": shown}))
+    path.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    write_tokenizer(HERE / "model")
+    config = {"architectures": ["LlamaForCausalLM"], **SHAPE}
+    (HERE / "model" / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    taken: set[str] = set()
+    draw = random.Random(0)
+    write_data(HERE / "heldout.jsonl", 500, taken, draw)
+    write_data(HERE / "train.jsonl", 4000, taken, draw)
