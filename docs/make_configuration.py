@@ -22,6 +22,7 @@ import msgspec
 from msgspec import inspect as kinds
 
 from headrace.config import schema
+from headrace.config.evaluate import EvaluateConfig, EvaluationSetConfig
 from headrace.config.load import NAMES, POLICY_SECTIONS
 from headrace.config.schema import Names
 
@@ -87,6 +88,7 @@ Some rules concern several keys. Breaking one of them is an error too:
 | `[training] tensor_parallel` | It must divide `ranks`. |
 | `[lora] dropout` | It must be 0 if `targets` name stacked experts. |
 | `[evaluate] every` | It needs held-out prompts. |
+| `[evaluate] pass_at`, `majority_at` | No number may be above `samples`. The same holds in `[evaluate.sets.NAME]`. |
 
 [Staleness](staleness.md) explains how `depth` and `max_lag` limit the lag. [Losses](losses.md) has the formulas behind
 `[algorithm]`. [LoRA](lora.md) explains adapters.
@@ -162,6 +164,8 @@ def sections() -> Iterator[tuple[str, type[msgspec.Struct]]]:
                 continue
             assert isinstance(kind, kinds.StructType)
             yield field.name, kind.cls
+            if kind.cls is EvaluateConfig:
+                yield "evaluate.sets.NAME", EvaluationSetConfig
 
 
 def notes_of(section: type) -> dict[str, str]:

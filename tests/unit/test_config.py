@@ -21,6 +21,7 @@ from headrace.config import (
     with_settings,
 )
 from headrace.config.declared import correction_facts, losses_that_read
+from headrace.config.evaluate import EvaluationSetConfig
 from headrace.config.load import POLICY_SECTIONS
 from headrace.config.other_names import NAMES
 from headrace.config.schema import AlgorithmConfig
@@ -66,7 +67,10 @@ KEYS = {
         "transport", "directory", "keep_files", "bind", "send", "dtype", "rolling", "patience", "publish_every",
         "canary_tokens", "canary_tolerance", "deadline",
     },
-    "evaluate": {"every", "prompts", "during", "samples", "temperature", "deadline"},
+    "evaluate": {
+        "every", "prompts", "during", "samples", "temperature", "deadline", "pass_at", "majority_at", "answer_pattern",
+        "sets",
+    },
     "gateway": {"serve", "bind", "port", "connections", "max_body", "queue"},
     "pipeline": {"launcher", "stall_seconds", "start_seconds", "restarts", "one_gpu", "record"},
     "cluster": {"hosts", "address", "silence_seconds", "wait_seconds", "trusted_network"},
@@ -91,6 +95,10 @@ DATASET_KEYS = {*PROMPT_KEYS, "format", "reward", "reward_weights"}
 GYM_KEYS = {"name", "config", "size", "system", "suffix", "answer_pattern", "weight"}
 ENVIRONMENT_KEYS = {"factory", "config", "weight"}
 SCORER_KEYS = {"scorer", "weight", "config"}
+SET_KEYS = {
+    "path", "revision", "subset", "split", "fields", "task", "prompts", "samples", "temperature", "max_tokens", "top_k",
+    "top_p", "min_p", "pass_at", "majority_at", "answer_pattern",
+}  # fmt: skip
 SERVED_KEYS = {"weight", "concurrency", "timeout", "retries", "patience"}
 PROGRAM_KEYS = {*SERVED_KEYS, "command", "memory", "processes", "network", "environment"}
 MODEL_SCORER_KEYS = {
@@ -141,7 +149,8 @@ def test_keys_are_pinned() -> None:
     pinned = {
         AgentTaskConfig: AGENT_KEYS, DatasetTaskConfig: DATASET_KEYS,
         EnvironmentTaskConfig: ENVIRONMENT_KEYS, GymTaskConfig: GYM_KEYS,
-        FunctionScorerConfig: SCORER_KEYS, JudgeConfig: JUDGE_KEYS, ProgramConfig: PROGRAM_KEYS,
+        EvaluationSetConfig: SET_KEYS, FunctionScorerConfig: SCORER_KEYS,
+        JudgeConfig: JUDGE_KEYS, ProgramConfig: PROGRAM_KEYS,
         ProcessRewardConfig: PROCESS_REWARD_KEYS,
     }  # fmt: skip
     assert {kind: set(kind.__struct_fields__) for kind in pinned} == pinned

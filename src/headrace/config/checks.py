@@ -18,6 +18,7 @@ from headrace.config.declared import (
     needs,
     transport_facts,
 )
+from headrace.config.evaluate import check_measures
 from headrace.config.memory import runs_on_gpu
 from headrace.config.schema import (
     LOSSES,
@@ -27,6 +28,7 @@ from headrace.config.schema import (
     DatasetTaskConfig,
     EngineRange,
     LoraConfig,
+    MixtureConfig,
     PromptsSection,
     RolloutsConfig,
     is_reference,
@@ -79,8 +81,9 @@ def check_together(config: Config) -> None:
         isinstance(task, PromptsSection) and bool(task.heldout_path or task.heldout_split)
         for task in config.tasks.values()
     )
-    if config.evaluate.every and not (config.evaluate.prompts or whole_file):
+    if config.evaluate.every and not (config.evaluate.prompts or whole_file or config.evaluate.sets):
         raise ConfigError("[evaluate] every: needs prompts > 0")
+    _check_sets(config)
 
 
 @contextmanager
@@ -99,6 +102,20 @@ def _check_run_name(name: str) -> None:
         raise ConfigError(
             f"[run] name: {one_line(name, 80)!r} is not the name of one folder ([run] directory is its path)"
         )
+
+
+def _check_sets(config: Config) -> None:
+    """Raise `ConfigError` if a set of held-out prompts has no task that can judge it, or its figures cannot be had."""
+    check_measures("evaluate", config.evaluate)
+    for name, each in config.evaluate.sets.items():
+        place = f"evaluate.sets.{name}"
+        check_measures(place, each)
+        tasks = config.task.tasks if isinstance(config.task, MixtureConfig) else {"": config.task}
+        if each.task not in tasks:
+            known = f"one of {', '.join(tasks)}" if isinstance(config.task, MixtureConfig) else "left out"
+            raise ConfigError(f"[{place}] task: {each.task!r} is not a task of this run (it must be {known})")
+        if not isinstance(tasks[each.task], PromptsSection):
+            raise ConfigError(f"[{place}]: its prompts are rows, and only tasks of kind dataset or agent judge rows")
 
 
 def _check_rewards(task: DatasetTaskConfig, scorers: Mapping[str, ScorerConfig]) -> None:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from headrace.config.evaluate import EvaluationSetConfig
 from headrace.config.schema import AgentTaskConfig, Config, DatasetTaskConfig, MixtureConfig, ModelConfig, TaskConfig
 from headrace.config.scorers import JudgeConfig, ModelScorerSection, ScorerConfig
 from headrace.errors import ConfigError, DataError, ModelError, UserError, one_line
@@ -164,8 +165,19 @@ def pinned(config: Config) -> Pinned:
             scorer = msgspec.structs.replace(scorer, template=text)
         return scorer
 
+    def pinned_set(section: str, given: EvaluationSetConfig) -> EvaluationSetConfig:
+        if (name := parse_name(given.path, given.revision)) is None:
+            return given
+        found = fetched_dataset(name, f"[{section}] path")
+        revision = commit(name, found, f"[{section}] path")
+        return msgspec.structs.replace(given, path=name.id, revision=revision)
+
+    sets = {name: pinned_set(f"evaluate.sets.{name}", each) for name, each in config.evaluate.sets.items()}
     scorers = {name: pinned_scorer(f"scorers.{name}", scorer) for name, scorer in config.scorers.items()}
-    made = msgspec.structs.replace(config, model=model, algorithm=algorithm, task=task, scorers=scorers)
+    evaluate = msgspec.structs.replace(config.evaluate, sets=sets)
+    made = msgspec.structs.replace(
+        config, model=model, algorithm=algorithm, task=task, scorers=scorers, evaluate=evaluate
+    )
     return Pinned(made, names)
 
 

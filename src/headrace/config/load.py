@@ -25,6 +25,7 @@ import tomli_w
 
 from headrace.config.base import Section
 from headrace.config.checks import REFERENCES, check_together, in_section
+from headrace.config.evaluate import EvaluationSetConfig
 from headrace.config.other_names import key_for
 from headrace.config.paths import make_absolute
 from headrace.config.schema import (
@@ -101,6 +102,9 @@ def _checked(given: _ShortForm) -> Config:
         data = {**data, "scorers": {name: _with_kind(scorer) for name, scorer in scorers.items()}}
         for name, scorer in data["scorers"].items():
             _check_scorer(name, scorer)
+    if isinstance(evaluate := data.get("evaluate"), Mapping) and "sets" in evaluate:
+        for name, each in _table("evaluate.sets", evaluate["sets"]).items():
+            _check_set(name, each)
     names = {"task_name": given.task or TASK, "policy_name": given.policy or POLICY}
     try:
         config = msgspec.convert({**data, **names}, Config, strict=True)
@@ -209,6 +213,16 @@ def _check_scorer(name: str, given: Any) -> None:
     if isinstance(scorer, FunctionScorerConfig) and not is_reference(scorer.scorer):
         raise ConfigError(f"[{place}] scorer: {scorer.scorer!r} is not module:attribute, or file.py:attribute")
     check_scorer(place, scorer)
+
+
+def _check_set(name: str, given: Any) -> None:
+    """Check one set of held-out prompts by itself, because msgspec does not name the entry of a table."""
+    _check_name("evaluate.sets", name)
+    try:
+        msgspec.convert(given, EvaluationSetConfig, strict=True)
+    except msgspec.ValidationError as error:
+        line = _explain(str(error), "evaluate.sets").replace("[evaluate.sets]", f"[evaluate.sets.{name}]", 1)
+        raise ConfigError(line) from error
 
 
 def _without_none(value: Any) -> Any:
@@ -373,7 +387,8 @@ def _known_keys(parts: list[str]) -> list[str]:
 
 def _kinds(section: str) -> list[type[Section]]:
     """Return the structs of a section: several for a task or a scorer, otherwise one, even for an optional section."""
-    hint = ScorerConfig if section == "scorers" else typing.get_type_hints(Config).get(section)
+    tables: dict[str, Any] = {"scorers": ScorerConfig, "evaluate.sets": EvaluationSetConfig}
+    hint = tables.get(section) or typing.get_type_hints(Config).get(section)
     kinds = typing.get_args(hint) or (hint,)
     sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
     return [kind for kind in sections if kind is not MixtureConfig]

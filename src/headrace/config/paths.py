@@ -19,7 +19,7 @@ WRITTEN = {("training", "checkpoint_directory"), ("delivery", "directory")}
 """Keys of directories that a run writes to. A URL stays as it is."""
 FREE = {
     "config", "system", "suffix", "arguments", "command", "stop", "fields", "hosts", "urls", "url", "pattern",
-    "environment", "markers", "tag", "good", "bad",
+    "answer_pattern", "environment", "markers", "tag", "good", "bad",
 }  # fmt: skip
 """Keys whose values are the user's own words. They are never taken for a path."""
 _FILE_REFERENCE = re.compile(r"(?P<file>[^\n]*\.py):(?P<attribute>[A-Za-z_][\w.]*)")
@@ -62,6 +62,8 @@ def _inside(value: Any, place: tuple[str, ...], base: Path, sections: Mapping[st
     if place[0] == "scorers" and place[2:] == ("model",):
         pinned = isinstance(values := sections["scorers"][place[1]], Mapping) and values.get("revision")
         return _model_or_data(value, base, named=bool(pinned))
+    if place[:2] == ("evaluate", "sets") and place[3:] == ("path",):
+        return _model_or_data(value, base, named=bool(sections["evaluate"]["sets"][place[2]].get("revision")))
     if place[0] == "scorers" and place[2:] == ("template",):
         return value if is_template(value) else _joined(value, base)
     if place == ("engine", "python"):

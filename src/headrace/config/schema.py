@@ -29,6 +29,7 @@ from headrace.config.base import Names as Names
 from headrace.config.base import Section as Section
 from headrace.config.base import is_reference as is_reference
 from headrace.config.base import names_of as names_of
+from headrace.config.evaluate import EvaluateConfig
 from headrace.config.scorers import ModelScorerSection, ScorerConfig
 from headrace.types import POLICY, TASK
 
@@ -496,30 +497,6 @@ class DeliveryConfig(Section, frozen=True):
     the difference at the first version, and at least 1e-3."""
     deadline: PositiveFloat = 120.0
     """Seconds in which an engine must prove a version."""
-
-
-class EvaluateConfig(Section, frozen=True):
-    """[evaluate]: evaluation on held-out prompts, before, during and after training."""
-
-    every: NonNegative = 0
-    """The number of versions between evaluations during the run. 0 evaluates only before and after."""
-    prompts: NonNegative | None = None
-    """The number of held-out prompts, which are never trained on. 0 switches evaluation off. By default all prompts of
-    a held-out file, if there is one."""
-    during: NonNegative = 0
-    """The number of prompts of each evaluation during the run. 0 takes all."""
-    samples: Positive = 1
-    """The number of answers per prompt, for pass@k. They differ only at a temperature above 0."""
-    temperature: NonNegativeFloat = 0.0
-    """The sampling temperature of evaluations. 0 is greedy."""
-    deadline: PositiveFloat = 600.0
-    """Seconds that an evaluation during the run may take. It holds its engines at one version meanwhile: at least one,
-    and a quarter of all. After that the evaluation is given up, which is printed and recorded."""
-
-    @property
-    def longest_hold(self) -> float:
-        """The seconds for which an engine may take no new version because it answers held-out prompts."""
-        return self.deadline if self.every else 0.0
 
 
 class GatewayConfig(Section, frozen=True):

@@ -6,12 +6,14 @@ transport or an engine, which only workers use and which may need torch, are fou
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import permutations
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from headrace.config import (
     AgentTaskConfig,
@@ -56,6 +58,7 @@ from headrace.tasks.gym import VERIFIER
 from headrace.tasks.gym import GymTask as Gym
 from headrace.tasks.mixture import Mixture
 from headrace.tasks.records import Table, read_dataset, read_file
+from headrace.types import Prompt
 
 GIVEN = "given in Python:"
 """How a reference begins that stands for a Python object. A program gives the object itself."""
@@ -69,6 +72,8 @@ class ReadyTask:
 
     task: Task
     scoring: Stage
+    sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
+    """The further sets of held-out prompts, by name."""
 
     async def start(self) -> None:
         """Start the workers of agents and scorers, before the first episode. Raises `ConfigError`."""
@@ -100,7 +105,25 @@ def check_inputs(config: Config, given: Given = NOTHING) -> tuple[ReadyTask, Cha
     chat = check_model(config)
     task = make_task(config, given)
     _check_template(chat, task)
-    return ReadyTask(task, make_stage(config, given)), chat
+    return ReadyTask(task, make_stage(config, given), make_sets(config, task)), chat
+
+
+def make_sets(config: Config, task: Task) -> dict[str, list[Prompt]]:
+    """Return the prompts of every `[evaluate.sets.NAME]`. Raises `DataError` if one is a training prompt."""
+    found: dict[str, list[Prompt]] = {}
+    for name, each in config.evaluate.sets.items():
+        own = config.task.tasks[each.task] if isinstance(config.task, MixtureConfig) else config.task
+        assert isinstance(own, DatasetTaskConfig | AgentTaskConfig)
+        chat = not isinstance(own, DatasetTaskConfig) or own.format == "chat"
+        form = PromptFormat(system=own.system, fields={**own.fields, **each.fields}, chat=chat)
+        table = _table(each.path, each.revision, each.subset, each.split, f"[evaluate.sets.{name}] path")
+        prompts = Prompts(table, form)[: each.prompts]
+        trained = task.tasks.values() if isinstance(task, Mixture) else [task]
+        for one in trained:
+            if isinstance(one.train, Prompts):
+                check_contents(one.train, prompts)
+        found[name] = [msgspec.structs.replace(prompt, task=each.task) for prompt in prompts]
+    return found
 
 
 def check_model(config: Config) -> ChatFormat:

@@ -412,6 +412,7 @@ class RunSession:
             remote=dict(workers.engines),
             crew=workers,
             scoring=self._task.scoring,
+            sets=self._task.sets,
             gateway=relay,
             agents=partial(AgentEpisode, relay=relay) if relay is not None and isinstance(task, AgentTask) else None,
             max_length=self._longest_sequence,

@@ -38,7 +38,7 @@ from headrace.observe.records import (
     StepRecord,
 )
 from headrace.observe.spans import Activity, RunClock, Timeline
-from headrace.observe.summary import lag_mean_and_max
+from headrace.observe.summary import lag_mean_and_max, passes_in_words
 from headrace.rollouts.base import TOO_LONG
 from headrace.training.base import StepReport
 from headrace.types import STEP_SECONDS, Batch, Group, Rollout, Trace, Version, held_back_seconds
@@ -357,10 +357,11 @@ class Recorder:
         for answer in answers:
             self.journal.sample(answer, self._window.policy)
         versions, tasks = msgspec.json.decode(evaluation.versions), msgspec.json.decode(evaluation.tasks)
-        of_tasks = {f"{name}/{key}": value for name, found in tasks.items() for key, value in found.items()}
-        self._metrics.write(
-            "evaluation", version=version, moment=moment, pass_1=pass_1, pass_k=pass_k, versions=versions, **of_tasks
-        )
+        passes, sets = msgspec.json.decode(evaluation.passes), msgspec.json.decode(evaluation.sets)
+        parts = {**tasks, **{f"sets/{name}": found for name, found in sets.items()}}
+        of_parts = {f"{name}/{key}": value for name, found in parts.items() for key, value in found.items()}
+        own = {"version": version, "moment": moment, "pass_1": pass_1, "pass_k": pass_k, "versions": versions}
+        self._metrics.write("evaluation", **own, **passes, **of_parts)
         self.shown.heldout = pass_1
         when = "again, as the run goes on" if moment == "before" and self._resumed else f"{moment} training"
         each = ", ".join(f"{name} {found['pass_1']:.3f}" for name, found in tasks.items())
@@ -369,7 +370,11 @@ class Recorder:
             + (f", {pass_k:.3f} within {samples} tries" if samples > 1 else "")
             + (f", {failed} failed" if failed else "")
             + (f" ({each})" if each else "")
+            + "".join(f", {text}" for text in passes_in_words(passes))
         )
+        for name, found in sets.items():
+            told = ", ".join([f"{found['pass_1']:.3f} right of {found['prompts']} prompts", *passes_in_words(found)])
+            self.note(f"held-out {when}, version {version}, set {name}: {told}")
 
     def evaluation_skipped(self, version: int, moment: str, reason: str) -> None:
         """Record that an evaluation was due and has no result."""
