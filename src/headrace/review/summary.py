@@ -9,7 +9,7 @@ evaluation, a timeline, its own end), the page says that it is missing and shows
 import os
 from collections.abc import Sequence
 from datetime import datetime
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ from headrace.observe.summary import (
     thousands,
     whole,
 )
+from headrace.review.rollouts import load_chat
+from headrace.review.scores import newest_scored
 from headrace.run_dir import RunDir, write_whole
 
 MOST_SAMPLES = 8
@@ -198,6 +200,7 @@ def values(run_dir: Path) -> dict[str, Any]:
         steps, lag_tokens, groups = journal.steps(), journal.lag_tokens(), journal.ended_groups()
         figures = journal.step_curves()
         training, deliveries, samples = journal.training_window(), journal.deliveries(), journal.samples()
+        scored = newest_scored(journal, partial(load_chat, run_dir))
     ledger, most, bound = summary["ledger"], summary["lag_max"], summary["lag_bound"]
     started = meta.get("started", meta.get("train_started"))
     # Usually one step makes one version, and then both charts share their axis.
@@ -263,6 +266,7 @@ def values(run_dir: Path) -> dict[str, Any]:
             if not row.proved
         ],
         "samples": _samples(samples),
+        "scored": scored,
         "config": paths.config.read_text(encoding="utf-8", errors="replace") if paths.config.is_file() else None,
     }
 
