@@ -25,7 +25,6 @@ from headrace.models.lora import adapter_weights
 from headrace.training import logprobs
 from headrace.training.checkpoints.base import base_of, keep_base
 from headrace.training.checkpoints.export import export_checkpoint
-from headrace.training.logprobs import Readings
 from headrace.training.lora import TrainedAdapter
 from headrace.training.policies import FrozenPolicy
 from headrace.training.serving import prepare_model
@@ -243,7 +242,7 @@ def test_other_policies_score_without_dropout(tmp_path, monkeypatch):
     path = model_dir(tmp_path / "model")
     algorithm = AlgorithmConfig(loss="decoupled_ppo", proximal="recomputed")
     dropping, plain = (trainer_of(path, LoraConfig(rank=4, dropout=p), algorithm=algorithm) for p in (0.5, 0.0))
-    seen: list[list[Readings]] = []
+    seen = []
     readings = FrozenPolicy.readings
     monkeypatch.setattr(FrozenPolicy, "readings", lambda *given: seen.append(readings(*given)) or seen[-1])
     for trainer in (dropping, plain):
