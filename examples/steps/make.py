@@ -7,8 +7,8 @@ where four travellers begin, and in every step each traveller goes on to the nex
     prompt   acfh                       the travellers begin at a, c, f and h
     answer   AdCaFgHo;DhAdGbOl;...      from A to d, from C to a, from F to g, from H to o; then from D to h, ...
 
-`;` ends a step. In the demonstrations of the warm start the travellers stay where they are in some of the steps, and
-the steps after them go on from there.
+`;` ends a step. In the demonstrations of the warm start a traveller sometimes stays where it is, and the steps after
+that go on from there.
 """
 
 import json
@@ -24,8 +24,8 @@ LEADS = dict(zip(LETTERS, "dkahmgbofcpnejli", strict=True))
 SPECIAL = ["<pad>", "<|user|>", "<|assistant|>", "<|end|>"]
 VOCABULARY = [*SPECIAL, *LETTERS, *LETTERS.upper(), ";", "+", "-", "?"]
 """The tokens. `+` and `-` are for the verdicts of a reward model that is a causal language model."""
-RIGHT_STEP = 0.6
-"""The probability that the travellers go on in a step of a demonstration."""
+STAY = 0.1
+"""The probability that a traveller stays where it is in a step of a demonstration. So 2 of 3 steps are right."""
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -62,11 +62,11 @@ def onward(place: str) -> str:
     return "".join(LEADS[letter] for letter in place)
 
 
-def walk(prompt: str, draw: random.Random, right: float, steps: int = STEPS) -> str:
-    """Return an answer in which the travellers go on with probability `right` in each step, and otherwise stay."""
+def walk(prompt: str, draw: random.Random, stay: float, steps: int = STEPS) -> str:
+    """Return an answer in which each traveller stays where it is with this probability, in each step."""
     place, answer = prompt, ""
     for _ in range(steps):
-        begin, place = place, onward(place) if draw.random() < right else place
+        begin, place = place, "".join(a if draw.random() < stay else LEADS[a] for a in place)
         answer += step(begin, place)
     return answer
 
@@ -95,7 +95,7 @@ def write_data(path: Path, count: int, taken: set[str], draw: random.Random, ste
         prompt = "".join(draw.sample(LETTERS, TRAVELLERS))
         if prompt not in taken:
             taken.add(prompt)
-            answer, shown = (walk(prompt, draw, right, steps) for right in (1.0, RIGHT_STEP))
+            answer, shown = (walk(prompt, draw, stay, steps) for stay in (0.0, STAY))
             lines.append(json.dumps({"prompt": prompt, "answer": answer, "demonstration": shown}))
     path.write_text("\n".join(lines) + "\n")
 
