@@ -15,8 +15,8 @@ process is pinned.
                token of step k + 2. Wanted: all scores in time.
     speed      beside: the example as it is (depth 1), with and without the scorer. Wanted: at least 0.95 of the tokens
                per second that the run without it trains.
-               slower: the scorer is the slower part. Answers have 16 steps, batches have 8 answers (depth 0), the
-               policy has 0.1M parameters and random weights after its warm start, and the reward model has 1.7M.
+               slower: the scorer is the slower part. Answers have 16 steps, batches have 12 answers (depth 0), the
+               policy has 0.1M parameters, and the reward model has 1.9M and random weights.
                The steps are scored one by one, or after the last token. Wanted: 1.3 times as many tokens per second.
     credit     the example as it is, with three seeds. Each seed has its own warm start, the same in both arms. The arm
                `outcome` has no scorer and one advantage for each answer. Wanted: a higher held-out accuracy after
@@ -49,8 +49,8 @@ LONG_STEPS = 16
 """The number of steps of an answer where the scorer is the slower part."""
 POLICY = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 1}
 POLICY |= {"num_key_value_heads": 1}
-SLOW_MODEL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 4}
-SLOW_MODEL |= {"num_key_value_heads": 4}
+SLOW_MODEL = {"hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 1, "num_attention_heads": 6}
+SLOW_MODEL |= {"num_key_value_heads": 6}
 
 Sections = dict[str, dict[str, Any]]
 
@@ -183,9 +183,9 @@ def _slower(given: argparse.Namespace, directory: Path) -> Sections:
         "task": {"path": str(made / "train.jsonl"), "heldout_path": ""},
         "warm_start": {"steps": 20 if given.smoke else 300},
         "scorers": {"steps": {"model": str(made / "reward_model"), "good": ""}},
-        "engine": {"slots": 8, "max_length": 256},
+        "engine": {"slots": 12, "max_length": 256},
         "rollouts": {"group_size": 4, "max_tokens": LONG_STEPS * step_tokens},
-        "buffer": {"groups": 2, "depth": 0},
+        "buffer": {"groups": 3, "depth": 0},
     }
     return _with(_example(given, versions=4 if given.smoke else 40), changes)
 

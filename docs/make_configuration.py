@@ -72,16 +72,18 @@ Some rules concern several keys. Breaking one of them is an error too:
 | `[buffer] correct_above` | It needs `[algorithm] corrections`. |
 | `[buffer] oversample` | A value above 1 needs a `filter`. |
 | `[buffer] filter` | `"zero_variance"` needs `[rollouts] group_size` of at least 2. |
-| `[rollouts] group_size` | At least 2, except for advantage `"reinforce_plus_plus"` or loss `"distillation"`. |
+| `[rollouts] group_size` | At least 2, except for `"reinforce_plus_plus"`, `"distillation"` or a critic. |
 | `[rollouts] min_group` | It must be at least 2 (1 if `group_size` is 1), and at most `group_size`. |
 | `[rollouts] top_k`, `top_p`, `min_p` | They are refused for agents, and for vLLM on a CPU. |
 | `[algorithm]` | A key that neither the chosen loss nor the chosen corrections read must not be set. |
 | `[algorithm] overlong_buffer` | It must not be above `[rollouts] max_tokens`. |
-| `[algorithm] discount`, `baseline`, `outcome_weight` | They need `credit` other than `"rollout"`. |
+| `[algorithm] baseline`, `outcome_weight` | They need `credit` other than `"rollout"`. |
+| `[algorithm] discount` | It needs `credit` other than `"rollout"`, or `critic`. |
+| `[algorithm] critic` | It is refused with `advantage`, `credit` and `[training] tensor_parallel` above 1. |
 | `[algorithm] baseline` | `"state"` needs `credit = "turn"`. |
 | `[algorithm] minibatches` | It must not be above `[buffer] groups`. |
 | `[algorithm] mask_overlong` | It is refused with `[buffer] filter = ["overlong"]`. |
-| `[scoring] shuffle` | It is refused with `[algorithm] credit` other than `"rollout"`. |
+| `[scoring] shuffle` | It is refused with `[algorithm] critic`, and with `credit` other than `"rollout"`. |
 | `[engine] cache_tokens` | The cache must hold one answer of `max_tokens` and one more block. |
 | `[engine] python`, `urls`, `port`, `arguments` | They are refused for the embedded engine. |
 | `[engine] kind = "vllm"` | See [what does not work with vLLM](vllm.md#what-does-not-work-with-vllm). |

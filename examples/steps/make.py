@@ -1,14 +1,14 @@
 """Write the model directory (a config and a tokenizer, no weights) and the data of this example. Run once; the results
 are committed.
 
-The task is to follow a map, six steps far. A prompt says where each of eight letters leads, and where four travellers
-begin. In every step each traveller goes on to the next letter.
+The task is to follow a map, six steps far. Each of 16 letters leads to another one, always to the same. A prompt says
+where four travellers begin, and in every step each traveller goes on to the next letter.
 
-    prompt   AdBfCaDeEgFhGbHc:acfh      A leads to d, B to f, ...; the travellers begin at a, c, f and h
-    answer   AdCaFhHc;DeAdHcCa;...      from A to d, from C to a, from F to h, from H to c; then from D to e, ...
+    prompt   acfh                       the travellers begin at a, c, f and h
+    answer   AdCaFgHo;DhAdGbOl;...      from A to d, from C to a, from F to g, from H to o; then from D to h, ...
 
-`;` ends a step. In the demonstrations of the warm start the travellers stay where they are in some of the steps, and
-the steps after them go on from there.
+`;` ends a step. In the demonstrations of the warm start a traveller sometimes stays where it is, and the steps after
+that go on from there.
 """
 
 import json
@@ -18,12 +18,14 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 HERE = Path(__file__).parent
-LETTERS, TRAVELLERS, STEPS = "abcdefgh", 4, 6
+LETTERS, TRAVELLERS, STEPS = "abcdefghijklmnop", 4, 6
+LEADS = dict(zip(LETTERS, "dkahmgbofcpnejli", strict=True))
+"""The map: where each letter leads."""
 SPECIAL = ["<pad>", "<|user|>", "<|assistant|>", "<|end|>"]
-VOCABULARY = [*SPECIAL, *LETTERS, *LETTERS.upper(), ":", ";", "+", "-", "?"]
+VOCABULARY = [*SPECIAL, *LETTERS, *LETTERS.upper(), ";", "+", "-", "?"]
 """The tokens. `+` and `-` are for the verdicts of a reward model that is a causal language model."""
-RIGHT_STEP = 0.6
-"""The probability that the travellers go on in a step of a demonstration."""
+STAY = 0.1
+"""The probability that a traveller stays where it is in a step of a demonstration. So 2 of 3 steps are right."""
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -36,7 +38,7 @@ SHAPE = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "head_dim": 64,
-    "vocab_size": 32,
+    "vocab_size": 48,
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
@@ -47,13 +49,7 @@ SHAPE = {
     "eos_token_id": 3,
     "pad_token_id": 0,
 }
-"""The shape of a Llama of 0.6M parameters, the policy's and the reward model's."""
-
-
-def read(prompt: str) -> tuple[dict[str, str], str]:
-    """Return where each letter leads, and where the travellers begin."""
-    pairs, _, begin = prompt.partition(":")
-    return {pairs[at].lower(): pairs[at + 1] for at in range(0, len(pairs), 2)}, begin
+"""The shape of the policy, a Llama of 0.6M parameters."""
 
 
 def step(begin: str, end: str) -> str:
@@ -61,22 +57,18 @@ def step(begin: str, end: str) -> str:
     return "".join(a.upper() + b for a, b in zip(begin, end, strict=True)) + ";"
 
 
-def walk(prompt: str, draw: random.Random, right: float, steps: int = STEPS) -> str:
-    """Return an answer in which the travellers go on with probability `right` in each step, and otherwise stay."""
-    leads, place = read(prompt)
-    answer = ""
+def onward(place: str) -> str:
+    """Return the letters to which these lead."""
+    return "".join(LEADS[letter] for letter in place)
+
+
+def walk(prompt: str, draw: random.Random, stay: float, steps: int = STEPS) -> str:
+    """Return an answer in which each traveller stays where it is with this probability, in each step."""
+    place, answer = prompt, ""
     for _ in range(steps):
-        begin, place = place, "".join(map(leads.get, place)) if draw.random() < right else place
+        begin, place = place, "".join(a if draw.random() < stay else LEADS[a] for a in place)
         answer += step(begin, place)
     return answer
-
-
-def random_prompt(draw: random.Random) -> str:
-    """Return a map without letters that lead to themselves, and different letters to begin at."""
-    while True:
-        ends = draw.sample(LETTERS, len(LETTERS))
-        if all(a != b for a, b in zip(LETTERS, ends, strict=True)):
-            return step(LETTERS, "".join(ends)).replace(";", ":") + "".join(draw.sample(LETTERS, TRAVELLERS))
 
 
 def write_tokenizer(directory: Path) -> None:
@@ -100,10 +92,10 @@ def write_data(path: Path, count: int, taken: set[str], draw: random.Random, ste
     """Write lines with a prompt, its answer and a demonstration. No prompt is in two files."""
     lines = []
     while len(lines) < count:
-        prompt = random_prompt(draw)
+        prompt = "".join(draw.sample(LETTERS, TRAVELLERS))
         if prompt not in taken:
             taken.add(prompt)
-            answer, shown = (walk(prompt, draw, right, steps) for right in (1.0, RIGHT_STEP))
+            answer, shown = (walk(prompt, draw, stay, steps) for stay in (0.0, STAY))
             lines.append(json.dumps({"prompt": prompt, "answer": answer, "demonstration": shown}))
     path.write_text("\n".join(lines) + "\n")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from make import LETTERS, SHAPE, STEPS, TRAVELLERS, VOCABULARY, read, step, write_tokenizer
+from make import LETTERS, SHAPE, STEPS, TRAVELLERS, VOCABULARY, onward, step, write_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
 
 HERE = Path(__file__).parent
@@ -29,21 +29,29 @@ LONGEST = STEPS + 2
 """The most steps of a made-up answer. Steps beyond those that are asked for are wrong."""
 
 
-SMALL = {**SHAPE, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "head_dim": 32}
-"""The shape of the reward model. It has a layer more than the policy, to compare what it expects with what it reads."""
+SMALL = {**SHAPE, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "head_dim": 32}
+"""The shape of the reward model, which is smaller than the policy."""
 
 
-def made_up(prompt: str, draw: random.Random) -> tuple[str, list[int], str]:
-    """Return an answer with mistakes, whether the step of each token is right so far, and the right tokens."""
-    leads, place = read(prompt)
+def made_up(prompt: str, draw: random.Random) -> tuple[str, list[int], list[str]]:
+    """Return an answer with mistakes, whether the step of each token is right so far, and which token would be right.
+
+    The last is empty for tokens after a mistake in the same step.
+    """
+    place = prompt
     right_share = draw.choice([0.3, 0.6, 0.9])
     steps, right, ideal = list[str](), list[int](), list[str]()
     for number in range(draw.choice([STEPS, STEPS, draw.randint(1, LONGEST)])):
-        best = given = step(place, "".join(map(leads.get, place)))
+        best = given = step(place, onward(place))
         if draw.random() > right_share:
-            match draw.choice(["stay", "value", "value", "value", "letter", "begin", "swap", "noise"]):
+            match draw.choice(["stay", "stay", "value", "letter", "begin", "swap", "noise", "shape", "shape"]):
                 case "stay":
-                    given = step(place, place)
+                    share = draw.random()
+                    moves = zip(place, onward(place), strict=True)
+                    given = step(place, "".join(a if draw.random() < share else b for a, b in moves))
+                case "shape":
+                    # A step that is too short, down to nothing but its end, or too long.
+                    given = (best[:-1] * 2)[: draw.choice([0, 0, *range(1, 2 * len(best) - 2)])] + ";"
                 case "value":
                     at = 2 * draw.randrange(TRAVELLERS) + 1
                     given = best[:at] + draw.choice(LETTERS.replace(best[at], "")) + best[at + 1 :]
@@ -53,16 +61,24 @@ def made_up(prompt: str, draw: random.Random) -> tuple[str, list[int], str]:
                     given = best[:at] + (other if at % 2 else other.upper()) + best[at + 1 :]
                 case "begin":
                     begin = "".join(draw.sample(LETTERS, TRAVELLERS))
-                    given = step(begin, "".join(map(leads.get, begin)))
+                    given = step(begin, onward(begin))
                 case "swap":
                     given = step(place, "".join(draw.sample(best[1:-1:2], TRAVELLERS)))
                 case "noise":
                     given = step(draw.choices(LETTERS, k=TRAVELLERS), draw.choices(LETTERS, k=TRAVELLERS))
         steps.append(given)
-        right += [int(number < STEPS and best.startswith(given[: at + 1])) for at in range(len(best))]
-        ideal.append(best)
-        place = given[1:-1:2]
-    return "".join(steps), right, "".join(ideal)
+        same = sum(best.startswith(given[: at + 1]) for at in range(len(given)))
+        right += [int(number < STEPS and at < same) for at in range(len(given))]
+        # After a wrong token, the tokens of the right step are no guide any more.
+        ideal += [*best[: same + 1], *[""] * len(given)][: len(given)]
+        place = _places(place, given)
+    return "".join(steps), right, ideal
+
+
+def _places(before: str, given: str) -> str:
+    """Return where the travellers are after a step. Those that the step leaves out stay where they were."""
+    ends = given[1:-1:2][:TRAVELLERS]
+    return ends.lower() + before[len(ends) :]
 
 
 def batch_of(prompts: list[str], draw: random.Random) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -78,7 +94,7 @@ def batch_of(prompts: list[str], draw: random.Random) -> tuple[torch.Tensor, tor
         answer, right, ideal = made_up(prompt, draw)
         opening = ["<|user|>", *prompt, "<|end|>", "<|assistant|>"]
         before = [-1] * len(opening)
-        successors = [*before[1:], *(IDS[token] for token in ideal), -1]
+        successors = [*before[1:], *(IDS.get(token, -1) for token in ideal), -1]
         rows.append(([IDS[token] for token in [*opening, *answer]], before + right, successors))
     longest = max(len(ids) for ids, *_ in rows)
     ids, verdicts, successors = (
@@ -141,7 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=HERE / "reward_model")
     parser.add_argument("--kind", choices=["classifier", "causal"], default="classifier")
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)

@@ -402,6 +402,8 @@ class Batch(msgspec.Struct, kw_only=True):
     """The scores of each of the T tokens by a teacher outside of the trainer. Every trained token has been scored."""
     republished: list[int] = []
     """The version ids whose weights had another id before; see `without_republished`."""
+    rewards: Float32Array | None = None
+    """What each of the T tokens earns, for a critic. Then the critic gives the advantages, and those here are 0."""
     minibatches: Int32Array | None = None
     """The minibatch that each of the S sequences belongs to, counted from 0. None if there is only one."""
     epochs: int = 1
@@ -416,7 +418,10 @@ class Batch(msgspec.Struct, kw_only=True):
     def _part(self, chosen: BoolArray) -> Batch:
         """Return the batch of the chosen sequences."""
         places = np.flatnonzero(np.repeat(chosen, self.lengths))
-        per_token = ("token_ids", "trained", "logprobs", "versions", "advantages", "weights", "temperatures", "routing")
+        per_token = (
+            *("token_ids", "trained", "logprobs", "versions", "advantages", "weights"),
+            *("temperatures", "routing", "rewards"),
+        )
         arrays = {name: array[places] for name in per_token if (array := getattr(self, name)) is not None}
         return msgspec.structs.replace(
             self,

@@ -18,8 +18,9 @@ from tiny_models import make_model, plain, prompts, reference_greedy, reference_
 from expert_cases import FAMILIES, Case, by_kernels, error_of
 from headrace.config.schema import EngineConfig
 from headrace.engines.embedded.core import EngineCore
-from headrace.engines.embedded.kernels.experts import Blocks, choose_blocks, sort_pairs
-from headrace.models.experts import PRODUCTS, experts_modules
+from headrace.engines.embedded.device.experts import find_swish
+from headrace.engines.embedded.kernels.experts import Blocks, choose_blocks, expert_products, sort_pairs
+from headrace.models.experts import PRODUCTS, experts_modules, weights_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -98,11 +99,13 @@ def test_a_captured_call_follows_what_changes_in_its_buffers() -> None:
     """Another spread over experts, other tokens and other weights, at the same addresses, without another capture."""
     first, second = Case(tokens=48, experts=16, used=16), Case(tokens=48, experts=16, used=3, seed=7)
     module, call = first.module("cuda"), first.call("cuda")
-    by_kernels(module, *call)
+    swish = find_swish(module)
+    assert swish is not None
+    expert_products(weights_of(module), swish, *call)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = by_kernels(module, *call)
+        found = expert_products(weights_of(module), swish, *call)
     for case in (first, second, first):
         for buffer, new in zip(call, case.call("cuda"), strict=True):
             buffer.copy_(new)

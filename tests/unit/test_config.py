@@ -52,7 +52,8 @@ KEYS = {
         "corrections", "tis_cap", "icepop_low", "icepop_high", "mis_ratio", "mis_low", "mis_high",
         "opsm_limit", "overlong_buffer", "overlong_penalty", "length_penalty", "mask_overlong", "normalize",
         "credit", "discount", "baseline", "outcome_weight", "reward_kl", "reward_kl_weight", "entropy_target",
-        "entropy_rate", "minibatches", "epochs", "sequence_tis_ratio", "sequence_tis_low", "sequence_tis_high",
+        "entropy_rate", "minibatches", "epochs", "critic", "gae_lambda",
+        "critic_learning_rate", "value_weight", "sequence_tis_ratio", "sequence_tis_low", "sequence_tis_high",
     },
     "training": {
         "threads", "learning_rate", "warmup_steps", "schedule", "weight_decay", "beta1", "beta2", "clip_norm",
@@ -295,6 +296,19 @@ def test_values_that_cannot_go_together() -> None:
         make_config(MINIMAL, ["algorithm.entropy_rate=0.1"])
     with pytest.raises(ConfigError, match=r"\[algorithm\] sequence_tis_low: 3.0 is above sequence_tis_high 2.0"):
         make_config(MINIMAL, ["algorithm.sequence_tis_low=3.0"])
+    for key in ("gae_lambda=0.5", "critic_learning_rate=0.1", "value_weight=0.1"):
+        with pytest.raises(ConfigError, match=r"\[algorithm\] \w+: there is no critic"):
+            make_config(MINIMAL, [f"algorithm.{key}"])
+    for key in ("credit=turn", "advantage=rloo"):
+        with pytest.raises(ConfigError, match=r"\[algorithm\] \w+: the critic gives every token its advantage"):
+            make_config(MINIMAL, ["algorithm.critic=true", f"algorithm.{key}"])
+    with pytest.raises(ConfigError, match=r"\[algorithm\] critic: its value head needs whole hidden states"):
+        make_config(MINIMAL, ["algorithm.critic=true", "training.ranks=2", "training.tensor_parallel=2"])
+    with pytest.raises(ConfigError, match=r"\[algorithm\] critic: it judges by rewards, which loss 'distillation'"):
+        make_config(MINIMAL, ["algorithm.critic=true", "algorithm.loss=distillation", "algorithm.teacher=t"])
+    with pytest.raises(ConfigError, match=r"\[scoring\] shuffle: only the rewards .* a critic learns from finer"):
+        make_config(MINIMAL, ["algorithm.critic=true", "scoring.shuffle=true"])
+    assert make_config(MINIMAL, ["algorithm.critic=true", "algorithm.discount=0.9", "rollouts.group_size=1"])
     with pytest.raises(ConfigError, match=r"\[algorithm\] minibatches: 5 is above \[buffer\] groups = 4"):
         make_config(MINIMAL, ["algorithm.minibatches=5", "buffer.groups=4"])
     with pytest.raises(ConfigError, match=r"\[algorithm\] mask_overlong: \[buffer\] filter 'overlong' leaves"):

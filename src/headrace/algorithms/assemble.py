@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from headrace.algorithms.advantages import FloatArray
-from headrace.algorithms.credit import BY_ROLLOUT, Credit, token_advantages
+from headrace.algorithms.credit import BY_ROLLOUT, Credit, token_advantages, token_rewards
 from headrace.types import POLICY, Batch, Group, Int32Array, Kept, Rollout, Trace, join_routing
 
 Normalize = Literal["token", "sequence", "constant"]
@@ -32,6 +32,7 @@ def assemble(
     length_penalty: float = 0.0,
     mask_overlong: bool = False,
     credit: Credit = BY_ROLLOUT,
+    critic: bool = False,
     minibatches: int = 1,
     epochs: int = 1,
     republished: Sequence[int] = (),
@@ -45,8 +46,8 @@ def assemble(
     `mask_overlong`, answers that were cut at their length limit are compared with the others, but not trained. All
     groups must train the same policy. `temperature` is that of tokens which were recorded without one.
 
-    With several `minibatches`, whole groups are dealt out to them in turn, and weights are normalised over each
-    minibatch as if it were a step of its own.
+    With a `critic`, the batch has rewards in place of advantages. With several `minibatches`, whole groups are dealt
+    out to them in turn, and weights are normalised over each minibatch as if it were a step of its own.
     """
     policies = {group.policy for group in groups} or {POLICY}
     if len(policies) > 1:
@@ -69,7 +70,15 @@ def assemble(
             length_penalty=length_penalty,
         )
 
-    estimated = token_advantages(advantage, ordered, [rewards(rollouts) for rollouts in ordered], credit)
+    rewards_of = [rewards(rollouts) for rollouts in ordered]
+    earned: list[FloatArray] = []
+    if critic:
+        estimated = [[[np.zeros(len(trace)) for trace in r.traces] for r in rollouts] for rollouts in ordered]
+        for rollouts, own in zip(ordered, rewards_of, strict=True):
+            for rollout, reward in zip(rollouts, own, strict=True):
+                earned.extend(token_rewards(rollout, float(reward), credit.scorers))
+    else:
+        estimated = token_advantages(advantage, ordered, rewards_of, credit)
     if mask_overlong:
         ordered = [[_without_training(rollout) for rollout in rollouts] for rollouts in ordered]
     minibatches = max(1, min(minibatches, len(ordered)))
@@ -93,6 +102,8 @@ def assemble(
                 # agents) need not.
                 numbers.append(known.setdefault((index, position), len(known)))
     named: dict[str, Any] = {"step": step, "version": version, "republished": list(republished), "epochs": epochs}
+    if critic:
+        named["rewards"] = _joined(earned, np.float32)
     if minibatches > 1:
         named["minibatches"] = np.asarray(part_of, np.int32)
     sampled_at = _temperatures(traces, temperature)

@@ -112,6 +112,26 @@ def token_advantages(
     return tokens
 
 
+def token_rewards(rollout: Rollout, reward: float, scorers: Mapping[str, float]) -> list[FloatArray]:
+    """Return what every token of a rollout earns, for each trace: what a critic learns from.
+
+    A score that is finer than the rollout is earned by the last trained token that it is about, and the reward by the
+    last trained token of each trace: to a critic, every trace is an episode.
+    """
+    found = []
+    for number, trace in enumerate(rollout.traces):
+        earned = np.zeros(len(trace), np.float64)
+        places = np.flatnonzero(trace.trained)
+        if len(places):
+            for score in rollout.scores:
+                if score.level != "rollout" and score.trace == number:
+                    at = max(int(np.searchsorted(places, score.end - 1, side="right")) - 1, 0)
+                    earned[places[at]] += scorers.get(score.scorer, 1.0) * score.value
+            earned[places[-1]] += reward
+        found.append(earned)
+    return found
+
+
 def _add_segments(
     tokens: Sequence[Sequence[Sequence[FloatArray]]],
     name: str,

@@ -25,7 +25,8 @@ class AlgorithmConfig(TeacherKeys, frozen=True):
     each scored step, or each token has one, by what the rollout earns from there on: its reward, and the scores of
     turns, steps and tokens that come later (`docs/credit.md`)."""
     discount: Fraction = 1.0
-    """What the next turn, step or token earns counts this many times as much as what the present one earns."""
+    """What the next turn, step or token earns counts this many times as much as what the present one earns. With
+    `critic`, it is the discount of tokens."""
     baseline: Literal["group", "position", "state", "prefix"] = "position"
     """Which turns, steps or tokens of a group are compared with each other. `group`: all. `position`: those with the
     same number in their rollouts. `state`: turns after the same context, such as an equal answer of an environment.
@@ -33,6 +34,17 @@ class AlgorithmConfig(TeacherKeys, frozen=True):
     outcome_weight: NonNegativeFloat | None = None
     """The weight of the advantage of the rollout's reward, which is added to that of each turn, step or token. The
     default depends on the baseline: 1 for `state` and `prefix`, 0 for `group` and `position`."""
+    critic: bool = False
+    """Estimate advantages by a critic, in place of `advantage`: a value head on the model's last hidden states, and
+    generalised advantage estimation (GAE) over tokens. A group may then have one answer (`docs/credit.md`)."""
+    gae_lambda: Fraction = 0.95
+    """critic: how much an advantage trusts what was earned later more than the values. 1 uses the values only as a
+    baseline."""
+    critic_learning_rate: PositiveFloat = 1e-3
+    """critic: the learning rate of the value head, which is constant."""
+    value_weight: NonNegativeFloat = 0.0
+    """critic: the weight of the critic's error in the loss of the model's own weights. 0 trains only the value head
+    with it."""
     loss: Annotated[str, LOSSES] = "cispo"
     """The policy loss, computed from importance ratios and advantages. `docs/losses.md` has the formulas."""
     clip_low: NonNegativeFloat | None = None

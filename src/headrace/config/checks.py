@@ -161,10 +161,11 @@ def _check_buffer(config: Config) -> None:
 
 
 def _check_shuffle(config: Config) -> None:
-    if config.scoring.shuffle and config.algorithm.credit != "rollout":
+    algorithm = config.algorithm
+    if config.scoring.shuffle and (algorithm.credit != "rollout" or algorithm.critic):
+        learner = "a critic" if algorithm.critic else f"credit = {algorithm.credit!r}"
         raise ConfigError(
-            f"[scoring] shuffle: only the rewards of rollouts are shuffled, and credit = {config.algorithm.credit!r} "
-            "learns from finer scores too"
+            f"[scoring] shuffle: only the rewards of rollouts are shuffled, and {learner} learns from finer scores too"
         )
 
 
@@ -172,6 +173,8 @@ def _check_ranks(config: Config) -> None:
     ranks, tensor = config.training.processes, config.training.tensor_parallel
     if config.training.ranks is not None and ranks % tensor:
         raise ConfigError(f"[training] tensor_parallel: {tensor} does not divide ranks = {ranks}")
+    if config.algorithm.critic and tensor > 1:
+        raise ConfigError("[algorithm] critic: its value head needs whole hidden states, so tensor_parallel must be 1")
 
 
 def check_transport(config: Config) -> None:
@@ -309,7 +312,8 @@ def check_references(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> No
 
 def _check_group(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> None:
     """Raise `ConfigError` if an advantage that compares answers has only one, unless the loss uses no advantages."""
-    if rollouts.group_size < 2 and loss_facts(algorithm.loss).uses_rewards and compares_answers(algorithm.advantage):
+    compares = not algorithm.critic and compares_answers(algorithm.advantage)
+    if rollouts.group_size < 2 and loss_facts(algorithm.loss).uses_rewards and compares:
         raise ConfigError(
             f"[rollouts] group_size: advantage {algorithm.advantage!r} compares answers and needs at least 2"
         )
@@ -332,6 +336,8 @@ def _check_loss(algorithm: AlgorithmConfig, facts: LossFacts) -> None:
                 f"[algorithm] corrections: {name!r} limits importance weights, and loss {loss!r} does not declare "
                 "that it limits any (CAPS_WEIGHTS)"
             )
+    if algorithm.critic and not facts.uses_rewards:
+        raise ConfigError(f"[algorithm] critic: it judges by rewards, which loss {loss!r} does not use (remove it)")
     if algorithm.reward_kl != "none" and not facts.uses_rewards:
         raise ConfigError(f"[algorithm] reward_kl: it is paid from rewards, which loss {loss!r} does not use (set kl)")
     taught = loss_facts("distillation").reads or () if algorithm.teacher_weight is not None else ()
@@ -370,8 +376,15 @@ def _check_ignored(algorithm: AlgorithmConfig) -> None:
         )
     if "entropy_rate" in changed and algorithm.entropy_target is None:
         raise ConfigError("[algorithm] entropy_rate: there is no entropy_target to follow (set it)")
+    if algorithm.critic:
+        for key in ("advantage", "credit"):
+            if key in changed:
+                raise ConfigError(f"[algorithm] {key}: the critic gives every token its advantage (remove one of them)")
+    for key in ("gae_lambda", "critic_learning_rate", "value_weight"):
+        if key in changed and not algorithm.critic:
+            raise ConfigError(f"[algorithm] {key}: there is no critic (set critic = true)")
     if algorithm.credit == "rollout":
-        for key in ("discount", "baseline", "outcome_weight"):
+        for key in ("baseline", "outcome_weight", *(() if algorithm.critic else ("discount",))):
             if key in changed:
                 raise ConfigError(f"[algorithm] {key}: credit is 'rollout', so nothing finer is compared (set credit)")
     elif algorithm.baseline == "state" and algorithm.credit != "turn":

@@ -27,7 +27,7 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 ROUTERS = ("gate", "router", "shared_expert_gate")
 """The names of linear layers that choose experts. They are small, and a rounded choice would be another choice."""
 SCALE = "weight_scale"
-_CHUNK = 1 << 24
+CHUNK = 1 << 24
 """The number of weights that are rounded at a time, because rounding needs several copies in float32."""
 
 
@@ -92,7 +92,7 @@ class Fp8Linear(nn.Linear):
 
 def write_rows(weights: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
     """Round weights [outputs, inputs], on any device, into `values` and `scales`."""
-    step = max(1, _CHUNK // weights.shape[1])
+    step = max(1, CHUNK // weights.shape[1])
     for first in range(0, len(weights), step):
         part = slice(first, first + step)
         rounded, found = quantize_rows(weights[part].to(values.device))

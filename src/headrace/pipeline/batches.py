@@ -57,6 +57,7 @@ def make_batch(
         length_penalty=config.algorithm.length_penalty,
         mask_overlong=config.algorithm.mask_overlong,
         credit=credit_of(config),
+        critic=config.algorithm.critic,
         minibatches=config.algorithm.minibatches,
         epochs=config.algorithm.epochs,
         republished=republished,

@@ -342,6 +342,7 @@ CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("KL divergence", ("kl_k1", "kl_k3", "reference_kl", "reward_kl", "teacher_kl")),
     ("Components of the loss", ("loss/",)),
     ("Weight of the entropy bonus", ("entropy_weight",)),
+    ("Value and error of the critic", ("value", "value_loss")),
     ("Importance ratio", ("ratio",)),
     ("Clip fraction", ("clip_fraction",)),
     ("Lag in versions", ("lag_mean", "lag_max")),
@@ -350,7 +351,7 @@ CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 """The charts of the report's curves: a title and the keys that it draws. A key with a slash stands for all that begin
 with it. If the run has several tasks, the keys of each task, which begin with its name, are drawn too."""
-SIGNED = ("score/", "extra/", "kl_k1", "ratio", "reference_kl", "reward_kl", "teacher_kl", "loss/")
+SIGNED = ("score/", "extra/", "kl_k1", "ratio", "reference_kl", "reward_kl", "teacher_kl", "loss/", "value")
 """The curves that may be negative, or whose change matters more than their distance from zero."""
 MOST_LINES = 8
 

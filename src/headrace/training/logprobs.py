@@ -47,6 +47,8 @@ class Readings(NamedTuple):
     """The logarithm of the probability of all tokens but these k, [M], differentiable."""
     top_ids: torch.Tensor | None = None
     """The k tokens, [M, k], in ascending order; only if the likeliest tokens were asked for."""
+    hidden: torch.Tensor | None = None
+    """The hidden states that the targets are predicted from, [M, hidden size], differentiable."""
 
 
 class Likeliest(NamedTuple):
@@ -186,10 +188,11 @@ def read_row(
     kept: Kept | None = None,
     entropy: EntropyOf = "none",
     top: Int32Array | Likeliest | None = None,
+    hidden_states: bool = False,
     attention: PackedAttention | None = None,
     chunk_elements: int | None = None,
 ) -> Readings:
-    """Return the log-probabilities of a row's targets, and the entropy if it is wanted.
+    """Return the log-probabilities of a row's targets, and the entropy and the hidden states if they are wanted.
 
     `temperature` is one for all targets, or one for each. `kept` has a set for each target, which may be empty. `top`
     asks for further tokens at each target: k given ones, [M, k], or the likeliest ones. The caller must keep the row's
@@ -229,13 +232,13 @@ def read_row(
         plain = not isinstance(scale, torch.Tensor) and kept is None and entropy == "none" and further is None
         if device.type == "cuda" and plain and has_plain_head(model):
             return by_matrix(size * DEVICE_CHUNKS)
-        if len(places) <= size:
+        if len(places) <= size and not hidden_states:
             with WideHead(model).in_force():
                 logits = model.forward(**inputs, logits_to_keep=at).logits[0]
             return read(logits, Wanted.of(np.arange(len(inverse)), inverse, row, kept, device), scale, entropy, further)
         hidden = model.base_model(**inputs).last_hidden_state[0, at]
         chunks = list(_chunks(inverse, size, row, kept, device))
-        return _in_chunks(model, hidden, chunks, size, scale, entropy, further)
+        return beside(hidden, _in_chunks(model, hidden, chunks, size, scale, entropy, further))
 
     def by_matrix(size: int) -> Readings:
         hidden = model.base_model(**inputs).last_hidden_state[0].index_select(0, at)
@@ -244,7 +247,10 @@ def read_row(
         weight = model.get_output_embeddings().weight
         layers = compiled_layers(model)
         arithmetic = compiled_arithmetic() if layers is not None and layers.on and layers.fused else PLAIN
-        return Readings(read_head(hidden, weight, reading, scale, arithmetic))
+        return beside(hidden, Readings(read_head(hidden, weight, reading, scale, arithmetic)))
+
+    def beside(hidden: torch.Tensor, readings: Readings) -> Readings:
+        return readings._replace(hidden=hidden[upload(inverse, device)]) if hidden_states else readings
 
     with attending(attention or PackedAttention(row)):
         return _called(model, computed)

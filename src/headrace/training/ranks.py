@@ -78,6 +78,10 @@ class Ranks:
         """Return the sums over all ranks. They are equal on all ranks."""
         return self._summed(values, None)
 
+    def add_over_data(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor, in place, by its sum over the shares of the rows. It is then equal on all ranks."""
+        dist.all_reduce(tensor, group=self.mesh.get_group("data"))
+
     def meet(self) -> None:
         """Wait until every rank has called this method."""
         dist.barrier(self.storing)

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import torch
 
-from headrace.algorithms.losses.base import Loss, TokenInputs, build_loss, imitation, with_entropy
+from headrace.algorithms.losses.base import Loss, TokenInputs, build_loss, given, imitation, with_entropy
 from headrace.config.declared import needs
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
 from headrace.errors import HeadraceError, UserError
@@ -31,6 +31,7 @@ from headrace.training.attention import PackedAttention
 from headrace.training.base import StepReport
 from headrace.training.checkpoints.base import TrainerState, read_state
 from headrace.training.checkpoints.saving import Saver
+from headrace.training.critic import Critic
 from headrace.training.devices import compute_dtype, input_device, upload
 from headrace.training.layers import compiled_layers, uncompiled, warm_up_batches
 from headrace.training.logprobs import EntropyOf, Readings, read_row
@@ -101,7 +102,8 @@ class Trainer:
             recorded=teacher_recorded,
             switched_off=adapter.disabled if adapter is not None else None,
         )
-        self._saver = Saver(model, self._policies, ranks=ranks, half=self._half, adapter=adapter)
+        self._critic = Critic(model, algorithm, training, ranks) if algorithm.critic else None
+        self._saver = Saver(model, self._policies, ranks=ranks, half=self._half, adapter=adapter, critic=self._critic)
         self._accumulate = partial(
             accumulate,
             model,
@@ -188,6 +190,7 @@ class Trainer:
                 self._policy_loss() if policy else imitation,
                 policies=policies,
                 entropy=self._needs.entropy if policy else "none",
+                critic=self._critic if policy else None,
                 half=self._half,
                 dropout=partial(self._dropout, number),
                 spans=self._spans,
@@ -198,6 +201,8 @@ class Trainer:
                     self._half.refresh()
                 # This is the only place in an update where the host waits for the device.
                 found.append(_Update(gradients, read()))
+                if self._critic is not None and policy:
+                    self._critic.step(changed=found[-1].applied.changed)
         return found
 
     def warm_up(self) -> None:
@@ -381,6 +386,7 @@ def accumulate(
     share_prefixes: bool,
     policies: Mapping[str, RowScorer] | None = None,
     entropy: EntropyOf = "none",
+    critic: Critic | None = None,
     ranks: Ranks | None = None,
     half: HalfWeights | None = None,
     dropout: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -391,7 +397,8 @@ def accumulate(
 
     `policies` are the frozen policies that the loss needs, by their names in `TokenInputs`. They score all rows before
     the first gradient is computed. `half` holds the master weights, where the passes use a narrower copy: the masters
-    then get the gradients. `dropout` is active while gradients are computed, and not while policies score.
+    then get the gradients. A `critic` gives the advantages, and its value head gets gradients too. `dropout` is active
+    while gradients are computed, and not while policies score.
     `chunk_elements` limits how many logits exist at once.
     """
     rank, shares = (ranks.data, ranks.data_ranks) if ranks else (0, 1)
@@ -415,7 +422,9 @@ def accumulate(
             others = {name: found[number] for name, found in scores.items()}
             with spans.span("train") if spans else nullcontext(), ordered():
                 with following(model, row) as forced:
-                    found = _backward(model, batch, row, loss, others, entropy, chunk_elements, share=float(counts))
+                    found = _backward(
+                        model, batch, row, loss, others, entropy, critic, chunk_elements, share=float(counts)
+                    )
                 if forced is not None:
                     # A position that predicts the first token of several answers counts once for each answer.
                     places = upload(row.predictors, input_device(model))
@@ -442,6 +451,7 @@ def _backward(
     loss: Loss,
     others: Mapping[str, Readings],
     entropy: EntropyOf,
+    critic: Critic | None,
     chunk_elements: int | None,
     *,
     share: float,
@@ -464,6 +474,7 @@ def _backward(
         kept=kept,
         entropy=entropy,
         top=None if lesson is None else lesson.top_ids,
+        hidden_states=critic is not None,
         attention=attention,
         chunk_elements=chunk_elements,
     )
@@ -483,14 +494,25 @@ def _backward(
         top=None if lesson is None else lesson.beside(readings),
         **{name: scored.logprobs.to(logprobs) for name, scored in others.items()},
     )
+    judgement = None
+    if critic is not None:
+        judgement = critic.judge(given(readings.hidden), inputs, gathered(given(batch.rewards)))
+        inputs = inputs._replace(advantages=judgement.advantages)
     result = loss(inputs)
     weights = gathered(batch.weights)
-    total = (weights * result.values).sum()
-    (total * share).backward()  # type: ignore[no-untyped-call]
+    objective = total = (weights * result.values).sum()
+    parts = {f"{PART}{name}": (weights * values).sum() for name, values in result.parts.items()}
+    sums = result.sums
+    if critic is not None and judgement is not None:
+        # The critic's error is a mean over the tokens that it judges, however the policy's loss is normalised.
+        error = judgement.losses.sum() / batch.trained_tokens
+        objective, sums = total + error, sums | judgement.sums
+        parts = (parts or {f"{PART}policy": total}) | {f"{PART}value": critic.trunk_weight * error}
+        total = total + critic.trunk_weight * error
+    (objective * share).backward()  # type: ignore[no-untyped-call]
     # The attention context must live until here, because compiled layers look it up in their backward pass.
     del attention
-    parts = {f"{PART}{name}": (weights * values).sum() for name, values in result.parts.items()}
-    return {LOSS: total, **parts, **result.sums}
+    return {LOSS: total, **parts, **sums}
 
 
 @contextmanager

@@ -137,7 +137,7 @@ def test_arrivals_become_what_the_model_would_be_rounded_to(monkeypatch: pytest.
     assert {name: (t.shape, t.dtype) for name, t in arrivals.arriving.items()} == {
         name: (t.shape, t.dtype) for name, t in arrived.items()
     }
-    monkeypatch.setattr(fp8, "_CHUNK", 640)  # Ten rows of most layers at a time: no part of them depends on another.
+    monkeypatch.setattr(fp8, "CHUNK", 640)  # Ten rows of most layers at a time: no part of them depends on another.
     arrivals.convert(arrived, live)
     for name, expected in named_weights(other).items():
         assert torch.equal(live[name].float(), expected.float()), name

@@ -285,3 +285,25 @@ async def test_messages_are_joined_into_passes_of_so_many_rollouts(directory: Pa
         passes.append([incoming.request_id for incoming, _ in process.server.answer()])
     assert passes == [[1, 2], [3, 4], []]
     assert process.model.rollouts == 0
+
+
+async def test_steps_of_one_rollout_that_wait_are_read_in_one_pass(directory: Path) -> None:
+    ids = np.arange(5, 17, dtype=np.int32)
+    alone = InThisProcess(directory).server
+    alone.take(Incoming(1, ReadSteps(growths=[StepTokens(rollout="a", start=0, token_ids=ids, wanted=[3, 7, 11])])))
+    [(_, whole)] = alone.answer()
+    process = InThisProcess(directory)
+    for start in (0, 4, 8):
+        growths = [StepTokens(rollout="a", start=start, token_ids=ids[start : start + 4], wanted=[3])]
+        if start == 4:  # The process does not know what comes before these.
+            growths.append(StepTokens(rollout="b", start=4, token_ids=ids[:4], wanted=[3]))
+        process.server.take(Incoming(start + 1, ReadSteps(growths=growths)))
+    process.server.take(Incoming(20, ReadSteps(growths=[StepTokens(rollout="a", start=0, token_ids=ids, wanted=[3])])))
+    read = process.server.answer()
+    assert [incoming.request_id for incoming, _ in read] == [1, 5, 9]
+    values = [answers.answers[0].values[0] for _, answers in read]
+    assert values == pytest.approx(whole.answers[0].values, abs=1e-6)
+    assert read[1][1].answers[1].missing
+    assert process.model.computed == 12
+    [(_, again)] = process.server.answer()
+    assert again.answers[0].values == pytest.approx(values[:1], abs=1e-6)

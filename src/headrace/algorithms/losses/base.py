@@ -147,7 +147,8 @@ def build_loss(config: AlgorithmConfig, correct_above: int | None = None) -> Los
         loss = with_entropy(loss, config.entropy_weight)
     if config.kl != "none":
         loss = held_to_reference(loss, config.kl, config.kl_weight)
-    if config.reward_kl != "none":
+    if config.reward_kl != "none" and not config.critic:
+        # A critic takes the payments from the rewards that it sees.
         loss = paying_for_divergence(loss, config.reward_kl, config.reward_kl_weight)
     return loss
 
@@ -303,13 +304,22 @@ def sequence_means(values: torch.Tensor, sequences: torch.Tensor) -> torch.Tenso
     return sequence_sums(values, sequences) / sequence_sums(torch.ones_like(values), sequences)
 
 
-def sums_to_go(values: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
-    """Return, for each token, the sum of the values from this token to the end of its sequence."""
-    # In float64, because a sum over the whole row is taken apart into those of its sequences.
-    precise = values.double()
-    totals = torch.zeros_like(precise).index_add(0, sequences, precise)
-    until = precise.cumsum(0) - (totals.cumsum(0) - totals)[sequences]
-    return (totals[sequences] - until + precise).to(values.dtype)
+def sums_to_go(values: torch.Tensor, sequences: torch.Tensor, discount: float = 1.0) -> torch.Tensor:
+    """Return, for each token, the sum of the values from this token to the end of its sequence.
+
+    Each later value counts `discount` times as much as the one before it.
+    """
+    # Each round doubles the number of values in a sum, so that a device has few operations to do.
+    sums, factors = values.clone(), torch.zeros_like(values)
+    factors[:-1] = discount * (sequences[1:] == sequences[:-1]).to(values.dtype)
+    reach = 1
+    while reach < len(values):
+        ahead, their = sums[reach:].clone(), factors[reach:].clone()
+        sums[:-reach] += factors[:-reach] * ahead
+        factors[:-reach] *= their
+        factors[-reach:] = 0.0
+        reach *= 2
+    return sums
 
 
 def policy_sums(log_ratios: torch.Tensor, clipped: torch.Tensor) -> dict[str, torch.Tensor]:

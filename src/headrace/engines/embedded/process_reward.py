@@ -5,6 +5,7 @@ While one pass is computed, further messages wait, and the next pass takes all o
 
 import time
 from collections import deque
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from headrace.channel.worker_link import Incoming, WorkerLink
 from headrace.config.hub import find_model
 from headrace.config.scorers import ProcessRewardConfig
 from headrace.delivery.digest import digest_as
+from headrace.engines.embedded.runner import pack_linears, small_products
 from headrace.engines.step_values import ForgetSteps, ReadSteps, StepAnswer, StepsRead, StepTokens
 from headrace.models.loading import choose_device, named_weights
 from headrace.models.process_reward import Growth, ProcessRewardModel, load_process_reward_model
@@ -44,10 +46,12 @@ class StepServer:
     def answer(self) -> list[tuple[Incoming, StepsRead]]:
         """Take messages that wait, in order, as many as one pass may have, and return the answers to them.
 
-        Only consecutive `ReadSteps` are joined, and only as long as no rollout is in two of them.
+        Several steps of one rollout are read in one pass, if each continues where the one before it ends.
         """
         taken: list[Incoming] = []
-        rollouts, tokens = set[str](), 0
+        ends: dict[str, int] = {}
+        """Where the tokens of each rollout of this pass end."""
+        tokens = 0
         while self._waiting:
             message = self._waiting[0].message
             if isinstance(message, ForgetSteps):
@@ -58,37 +62,53 @@ class StepServer:
                 self._waiting.popleft()
                 continue
             assert isinstance(message, ReadSteps)
-            own = [growth.rollout for growth in message.growths]
-            count = sum(len(growth.token_ids) for growth in message.growths)
-            full = tokens + count > PASS_TOKENS or len(rollouts) + len(own) > self._slots
-            if taken and (full or not rollouts.isdisjoint(own)):
+            growths = message.growths
+            count = sum(len(growth.token_ids) for growth in growths)
+            rollouts = len(ends.keys() | {growth.rollout for growth in growths})
+            apart = any(growth.start != ends.get(growth.rollout, growth.start) for growth in growths)
+            if taken and (apart or tokens + count > PASS_TOKENS or rollouts > self._slots):
                 break
-            rollouts.update(own)
+            ends |= {growth.rollout: growth.start + len(growth.token_ids) for growth in growths}
             tokens += count
             taken.append(self._waiting.popleft())
-        growths = [growth for incoming in taken for growth in _growths(incoming)]
-        answers = iter(self._answers(growths))
+        answers = iter(self._answers([growth for incoming in taken for growth in _growths(incoming)]))
         read = [(incoming, [next(answers) for _ in _growths(incoming)]) for incoming in taken]
         now = time.monotonic()
         return [(incoming, StepsRead(answers=each, version=self._version, time=now)) for incoming, each in read]
 
     def _answers(self, growths: list[StepTokens]) -> list[StepAnswer]:
-        answers: list[StepAnswer] = []
-        readable: list[tuple[StepAnswer, Growth]] = []
-        for growth in growths:
+        answers = [StepAnswer() for _ in growths]
+        joined: dict[str, list[tuple[StepAnswer, StepTokens]]] = {}
+        for answer, growth in zip(answers, growths, strict=True):
             if growth.start == 0:
                 self._model.forget(growth.rollout)
-            # Copied, because arrays from a channel are read-only, and torch warns about read-only arrays.
-            one = Growth(growth.rollout, growth.start, np.array(growth.token_ids), growth.wanted)
-            missing = growth.start != self._model.held(growth.rollout)
-            answer = StepAnswer(missing=missing, error="" if missing else self._model.refusal(one))
-            answers.append(answer)
-            if not answer.missing and not answer.error:
-                readable.append((answer, one))
+            parts = joined.setdefault(growth.rollout, [])
+            known = self._model.held(growth.rollout) + sum(len(part.token_ids) for _, part in parts)
+            answer.missing = growth.start != known
+            if not answer.missing:
+                parts.append((answer, growth))
+        readable: list[tuple[list[tuple[StepAnswer, StepTokens]], Growth]] = []
+        for parts in filter(None, joined.values()):
+            whole = _joined([growth for _, growth in parts])
+            error = self._model.refusal(whole)
+            for answer, _ in parts:
+                answer.error = error
+            if not error:
+                readable.append((parts, whole))
         if readable:
-            for (answer, _), values in zip(readable, self._model.grow([g for _, g in readable]), strict=True):
-                answer.values = values
+            for (parts, _), values in zip(readable, self._model.grow([whole for _, whole in readable]), strict=True):
+                found = iter(values)
+                for answer, growth in parts:
+                    answer.values = [next(found) for _ in growth.wanted]
         return answers
+
+
+def _joined(growths: list[StepTokens]) -> Growth:
+    """Return consecutive tokens of one rollout as one growth. Tokens are copied: those of a channel are read-only."""
+    first = growths[0]
+    wanted = [growth.start - first.start + at for growth in growths for at in growth.wanted]
+    ids = np.concatenate([growth.token_ids for growth in growths]).astype(np.int32)
+    return Growth(first.rollout, first.start, ids, wanted)
 
 
 def serve(link: WorkerLink, section: ProcessRewardConfig) -> None:
@@ -105,6 +125,8 @@ def serve(link: WorkerLink, section: ProcessRewardConfig) -> None:
         dtype=section.dtype,
         device=device,
     )
+    # Passes are short, so products of packed weights are much faster on a CPU.
+    packed = pack_linears(model.model)
     version = f"{digest_as(named_weights(model.model), section.dtype):016x}"
     server = StepServer(model, version, section.slots)
     link.ready(parameters=sum(p.numel() for p in model.model.parameters()))
@@ -115,7 +137,7 @@ def serve(link: WorkerLink, section: ProcessRewardConfig) -> None:
                 return
             server.take(incoming)
         while server.waiting:
-            with link.spans.span("score"):
+            with link.spans.span("score"), small_products() if packed is not None else nullcontext():
                 answered = server.answer()
             for incoming, read in answered:
                 link.reply(incoming, read)

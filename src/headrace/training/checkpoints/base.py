@@ -10,6 +10,7 @@ checkpoint. No checkpoint that might be of use is deleted: it is set aside under
       adapter_config.json, adapter_model.safetensors    the adapter, as peft writes it
       trainer/optimizer.safetensors
       trainer/reference.safetensors                     if the loss needs a reference that no model directory holds
+      trainer/critic.safetensors                        if there is a critic: its value head and its moments
       trainer/state.json
       SHA256SUMS
     damaged-step-00000043/                              its files are not as they were written

@@ -31,6 +31,7 @@ from headrace.training.checkpoints.base import (
     refuse_pickled,
 )
 from headrace.training.checkpoints.regions import Part, create, own_parts, write_parts
+from headrace.training.critic import Critic
 from headrace.training.devices import on_host
 from headrace.training.eight_bits import spread_file
 from headrace.training.lora import ADAPTER_FILE, TrainedAdapter
@@ -40,6 +41,7 @@ from headrace.training.ranks import Ranks, copy_own_part, own_part, placed_like,
 
 OPTIMIZER_FILE = Path("trainer") / "optimizer.safetensors"
 REFERENCE_FILE = Path("trainer") / "reference.safetensors"
+CRITIC_FILE = Path("trainer") / "critic.safetensors"
 GATHERED = Path("trainer") / ".weights"
 """The file in which the ranks put the weights together. The first rank writes the model's own files from it."""
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
@@ -59,7 +61,9 @@ class Saver:
         ranks: Ranks | None,
         half: HalfWeights | None,
         adapter: TrainedAdapter | None,
+        critic: Critic | None = None,
     ) -> None:
+        self._critic = critic
         self._model = model
         self._policies = policies
         self._ranks = ranks
@@ -100,6 +104,7 @@ class Saver:
         moments = {
             key: placed_like(tensor, parameters[key.partition("/")[2]]) for key, tensor in optimizer.tensors().items()
         }
+        value_head = {} if self._critic is None else self._critic.tensors()
         reference = self._policies.reference
         if reference is None or state.steps_done == state.policy_steps:
             # The model directory holds the reference, unless a warm start made it.
@@ -115,6 +120,8 @@ class Saver:
                 return final_path(partial)
             # The source's companion files are copied after the weights: its generation config replaces the model's own.
             copy_companions(companions, partial)
+            if value_head:
+                save_file(value_head, partial / CRITIC_FILE)
             if chat_template is not None:
                 (partial / CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
             return finish_checkpoint(partial, state)
@@ -166,6 +173,8 @@ class Saver:
             self._policies.hold_reference()
             self._load_reference(checkpoint, state)
         self._load_weights(checkpoint)
+        if self._critic is not None and (checkpoint / CRITIC_FILE).is_file():
+            self._critic.restore(load_file(checkpoint / CRITIC_FILE))
         if optimizer:
             optimizer.restore(self._own_moments(checkpoint))
         if self._half is not None:
