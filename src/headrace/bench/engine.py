@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 
 from headrace.bench.base import begin, choose_dtype, copy_bandwidth, free_memory, load, vocabulary_of
 from headrace.bench.delivery_sides import Begin, PublisherProcess, two_sets
-from headrace.bench.engine_checks import check_tags, chosen_rows, install, plain_twin, rescore
+from headrace.bench.engine_checks import check_tags, chosen_rows, divergence, install, plain_twin, rescore
 from headrace.bench.engine_rounds import (
     WARM_TOKENS,
     Driver,
@@ -42,6 +42,7 @@ from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.setup import give_way_to_decoding
 from headrace.errors import HeadraceError, UserError
 from headrace.models.attention import check_model
+from headrace.models.fp8 import quantize_linears
 from headrace.models.loading import named_weights
 from headrace.types import Int16Array
 
@@ -74,9 +75,12 @@ class _Bench:
                 raise UserError(f"sequences of {self._longest} tokens are longer than this model's {limit} positions")
             check_model(self._model, self._longest)
         self._load_seconds = loading.seconds
-        self._footprint = footprint(self._model)
         # These come before the engine, which may compile the model's layers, and which takes most of the memory.
-        self._twin = plain_twin(self._model)
+        self._twin = self._full = plain_twin(self._model)
+        if options.quantize == "fp8":
+            quantize_linears(self._model)
+            self._twin = plain_twin(self._model)
+        self._footprint = footprint(self._model)
         self._bandwidth = copy_bandwidth(device)
 
     def run(self) -> dict[str, Any]:
@@ -96,6 +100,8 @@ class _Bench:
         measured = driver.run(requests, tail_rows=tail_rows)
         found: dict[str, Any] = {
             "dtype": self._dtype,
+            "quantize": options.quantize,
+            "kv_dtype": self._dtype,
             "threads": torch.get_num_threads(),
             "transformers": transformers.__version__,
             "load_seconds": self._load_seconds,
@@ -110,6 +116,8 @@ class _Bench:
             rows = chosen_rows(requests, measured.answers, options.rescore)
             self._say(f"scoring {len(rows)} rows again by the plain model")
             found["rescore"] = rescore(self._twin, rows)
+            if self._full is not self._twin:
+                found["rescore"]["kl_to_full"] = divergence(self._twin, self._full, rows)
         if measured.tail_from:
             found["before_tail"], found["tail"] = self._parts(measured, measured.tail_from, tail_rows)
         if options.fork:
@@ -224,7 +232,7 @@ class _Bench:
         given = {name: getattr(options, name) for name in ("graphs", "compile", "expert_kernels", "fuse_projections")}
         changes = {name: value for name, value in given.items() if value is not None}
         changes |= {name: value for name in ("block_size", "prefill_chunk") if (value := getattr(options, name))}
-        config = EngineConfig(slots=options.batch, kv="keep", max_length=self._longest)
+        config = EngineConfig(slots=options.batch, kv="keep", max_length=self._longest, quantize=options.quantize)
         config = msgspec.structs.replace(config, device=self._device, **changes)
         return msgspec.structs.replace(config, cache_tokens=self._cache_tokens(config.block_size))
 

@@ -105,6 +105,24 @@ def rescore(twin: Any, rows: list[Row]) -> dict[str, Any]:
     }
 
 
+@torch.inference_mode()
+def divergence(twin: Any, other: Any, rows: list[Row]) -> float:
+    """Return the mean KL divergence of the twin's distribution from the other model's, over the tokens of these rows.
+
+    For each token it is the sum over the vocabulary of p log(p / q), where p is the twin's.
+    """
+    found = []
+    for request, answer in rows:
+        ids = torch.from_numpy(np.concatenate([request.token_ids, answer.token_ids]).astype(np.int64)).to(twin.device)
+        given = {"input_ids": ids[None, :-1], "use_cache": False, "logits_to_keep": len(answer.token_ids)}
+        with float32_head(twin), float32_head(other):
+            logits = [model(**given).logits[0] for model in (twin, other)]
+        for part in zip(*(torch.split(each, _ROWS) for each in logits), strict=True):
+            p, q = (torch.log_softmax(each.float(), -1) for each in part)
+            found.append(torch.sum(p.exp() * (p - q), -1))
+    return float(torch.cat(found).mean())
+
+
 def check_tags(twin: Any, sets: Sequence[Weights], answers: list[Delta], rows: list[Row], dtype: str) -> dict[str, Any]:
     """Count the tokens whose tag cannot be right: smaller than the tag before, or with another log-probability.
 

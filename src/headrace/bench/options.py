@@ -63,6 +63,9 @@ class EngineBench(Bench, frozen=True, kw_only=True):
     expert_kernels: Annotated[
         bool | None, Option("--expert-kernels/--no-expert-kernels", help="Headrace's kernels for experts.")
     ] = None
+    quantize: Annotated[
+        Literal["none", "fp8"], Option(help="fp8: linear layers in FP8. Also shows the KL to the model in full.")
+    ] = "none"
     block_size: Annotated[int, Option(help="Tokens in a block of the cache; 0 takes the engine's.", min=0)] = 0
     prefill_chunk: Annotated[int, Option(help="Prompt tokens a step; 0 takes the engine's.", min=0)] = 0
     threads: Annotated[int, Option(help="Compute threads; 0 takes torch's default.", min=0)] = 0
@@ -83,6 +86,8 @@ class EngineBench(Bench, frozen=True, kw_only=True):
             raise UserError("--peer needs a --temperature above 0: peers sample too")
         if self.lengths:
             parse_lengths(self.lengths)
+        if self.quantize != "none" and (self.swap_every or self.peer):
+            raise UserError(f"--quantize {self.quantize} has neither --swap-every nor --peer")
         rows, longest = self.pair("tail")
         if rows:
             if self.lengths:

@@ -16,6 +16,7 @@ from headrace.bench.delivery_sides import two_sets
 from headrace.bench.engine_checks import (
     check_tags,
     chosen_rows,
+    divergence,
     plain_twin,
     replay,
     rescore,
@@ -151,3 +152,18 @@ def test_layers_widened_one_at_a_time_compute_what_a_model_in_float32_computes(f
     assert all(
         after[name].dtype == tensor.dtype and torch.equal(after[name], tensor) for name, tensor in before.items()
     )
+
+
+def test_divergence_is_that_of_the_whole_distributions() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=11, initializer_range=0.3, **sizes)
+    one, other = (LlamaForCausalLM(config).eval() for _ in range(2))
+    prompt, tokens = np.array([1, 2, 3], np.int32), np.array([4, 5], np.int32)
+    row = (request_of(prompt), answer_of(tokens, np.zeros(2, np.float32), np.zeros(2, np.int64)))
+    with torch.no_grad():
+        p, q = (model(torch.tensor([[1, 2, 3, 4]])).logits[0, 2:].softmax(-1).double() for model in (one, other))
+    expected = sum((p[i] * (p[i] / q[i]).log()).sum() for i in range(2)) / 2
+    assert expected > 1e-5
+    assert divergence(one, other, [row]) == pytest.approx(float(expected), rel=1e-3)
+    assert divergence(one, one, [row]) == 0
