@@ -17,11 +17,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
 
 from tiny_models import make_model, plain, prompts, reference_logprobs, request, run_out
 
+from attention_cases import Case, check_decode, check_prefill
+from headrace.bench.engine_checks import plain_twin
 from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import sender
 from headrace.delivery.transports.base import SenderSettings
+from headrace.engines.base import Delta, Request
 from headrace.engines.embedded.core import EngineCore
 from headrace.models.fp8 import FP8, fp8_product, quantize_linears, quantize_rows
 from headrace.models.loading import named_weights
@@ -55,6 +58,19 @@ def test_rounding_is_the_same_on_gpu_and_cpu() -> None:
         assert (mine.cpu().float() != values.float()).float().mean() < 1e-3
 
 
+def errors(asked: list[Request], done: dict[str, Delta], *models: Any) -> list[float]:
+    """The mean error of the recorded log-probabilities against each of these models."""
+    found = []
+    for model in models:
+        off = []
+        for each in asked:
+            delta = done[each.id]
+            table = reference_logprobs(model, each.token_ids, delta.token_ids)
+            off += np.abs(delta.logprobs - table[np.arange(len(delta.token_ids)), delta.token_ids]).tolist()
+        found.append(float(np.mean(off)))
+    return found
+
+
 @pytest.mark.parametrize("way", [(False, False), (True, False), (True, True)], ids=["plain", "graphs", "compiled"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "phi3"])
 def test_logprobs_are_those_of_the_rounded_model(family: str, way: tuple[bool, bool]) -> None:
@@ -67,16 +83,31 @@ def test_logprobs_are_those_of_the_rounded_model(family: str, way: tuple[bool, b
     core = EngineCore(model, config, name="fp8", max_length=128, version=0)
     asked = [request(f"r{i}", prompt, 24, seed=i) for i, prompt in enumerate(prompts([3, 23, 9, 14, 40, 17, 30, 5]))]
     core.submit(asked)
-    done = run_out(core)
-    off, rounding = [], []
-    for each in asked:
-        delta = done[each.id]
-        for other, errors in ((reference, off), (full, rounding)):
-            table = reference_logprobs(other, each.token_ids, delta.token_ids)
-            errors += np.abs(delta.logprobs - table[np.arange(24), delta.token_ids]).tolist()
-    print(family, way, "mean error", np.mean(off), "of the model in full", np.mean(rounding))
-    assert np.mean(off) < np.mean(rounding), (np.mean(off), np.mean(rounding))
-    assert np.mean(off) < 0.1
+    off, rounding = errors(asked, run_out(core), reference, full)
+    print(family, way, "mean error", off, "of the model in full", rounding)
+    assert off < rounding and off < 0.1
+    core.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_over_a_cache_in_fp8_equals_float64(dtype: torch.dtype) -> None:
+    case = Case((1, 0, 500, 170), kv_heads=2, group=4, size=128, dtype=dtype, stored=FP8)
+    for splits in (1, 4):
+        check_decode(case, device="cuda", splits=splits)
+    check_prefill(case, (1, 0, 300, 170), device="cuda")
+
+
+@pytest.mark.parametrize("way", [(False, False), (True, True)], ids=["plain", "compiled"])
+def test_logprobs_with_keys_and_values_in_fp8(way: tuple[bool, bool]) -> None:
+    model = make_model("qwen3", **WIDE).bfloat16().cuda()
+    reference, full = plain_twin(model, rounds_kv=True).float(), plain(model).float()
+    config = EngineConfig(slots=8, block_size=16, graphs=way[0], compile=way[1], kv_dtype="fp8")
+    core = EngineCore(model, config, name="fp8", max_length=128, version=0)
+    asked = [request(f"r{i}", prompt, 24, seed=i) for i, prompt in enumerate(prompts([3, 23, 9, 14, 40, 17, 30, 5]))]
+    core.submit(asked)
+    off, rounding = errors(asked, run_out(core), reference, full)
+    print(way, "mean error", off, "of the model in full", rounding)
+    assert off < rounding and off < 0.1
     core.close()
 
 

@@ -88,7 +88,11 @@ def test_linear_layers_in_fp8_are_scored_as_rounded(model_dir: Path) -> None:
     scores = found["rescore"]
     assert scores["mean_error"] < 0.1 * scores["kl_to_full"] ** 0.5, "the KL is about half the mean squared error"
     assert 1e-4 < scores["kl_to_full"] < 0.2 and "kl_to_full" not in full["rescore"]
-    with pytest.raises(UserError, match="--quantize fp8 has neither --swap-every nor --peer"):
+    cached = bench(model_dir, rescore=1.0, kv_dtype="fp8")
+    assert cached["kv_dtype"] == "fp8" and cached["kv_bytes_a_token"] == full["kv_bytes_a_token"] // 4
+    assert cached["rescore"]["mean_error"] < 1e-4, "the plain model rounds keys and values too"
+    assert 1e-5 < cached["rescore"]["kl_to_full"] < 0.1
+    with pytest.raises(UserError, match="--quantize and --kv-dtype have neither --swap-every nor --peer"):
         EngineBench(model="x", quantize="fp8", peer="generate").check()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import make_model, plain, prompts, reference_greedy, reference_logprobs, request, run_out
+from transformers.models.llama import modeling_llama
 
 from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest
@@ -69,6 +71,44 @@ def test_tokens_and_logprobs_are_those_of_the_rounded_model(family: str) -> None
     assert np.median(off) < 1e-4 and np.mean(off) < 0.02, (np.median(off), np.mean(off))
     assert np.mean(rounding) > 10 * np.mean(off), "the plain model is another policy"
     core.close()
+
+
+def test_keys_and_values_are_rounded_as_they_are_stored() -> None:
+    """The reference attends over a cache that rounds what it is given; nothing else of it is rounded."""
+    model = make_model("llama")
+    reference, unrounded = plain(model), plain(model)
+    for layer in reference.model.layers:
+        # Values are rounded where they are made. Keys are rounded after the rotary embedding, so by `attend` below.
+        layer.self_attn.v_proj.register_forward_hook(lambda _, __, out: out.to(torch.float8_e4m3fn).float())
+    core = make_core(model, version=0, quantize="none", kv_dtype="fp8")
+    asked = [request(f"r{i}", prompt, 12, seed=i) for i, prompt in enumerate(prompts([3, 23, 9, 14]))]
+    core.submit(asked)
+    done = run_out(core)
+    off, rounding = [], []
+    with rounded_keys():
+        for each in asked:
+            table = reference_logprobs(reference, each.token_ids, done[each.id].token_ids)
+            off += np.abs(done[each.id].logprobs - table[np.arange(12), done[each.id].token_ids]).tolist()
+    for each in asked:
+        table = reference_logprobs(unrounded, each.token_ids, done[each.id].token_ids)
+        rounding += np.abs(done[each.id].logprobs - table[np.arange(12), done[each.id].token_ids]).tolist()
+    assert np.median(off) < 1e-4 and np.mean(off) < 0.005, (np.median(off), np.mean(off))
+    assert np.mean(rounding) > 10 * np.mean(off)
+    core.close()
+
+
+@contextmanager
+def rounded_keys() -> Iterator[None]:
+    """Let Llama's rotary embedding round the keys that it returns."""
+    rotate = modeling_llama.apply_rotary_pos_emb
+
+    def rounding(*given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key = rotate(*given, **named)
+        return query, key.to(torch.float8_e4m3fn).float()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling_llama, "apply_rotary_pos_emb", rounding)
+        yield
 
 
 class Trainer:

@@ -37,7 +37,7 @@ KEYS = {
         "kind", "count", "gpus", "gpus_per_engine",
         "threads", "slots", "block_size", "cache_tokens", "max_length", "prefill_chunk", "interrupt",
         "kv", "device", "graphs", "compile", "python", "urls", "port", "arguments", "memory_fraction",
-        "expert_kernels", "fuse_projections", "quantize", "staging",
+        "expert_kernels", "fuse_projections", "quantize", "kv_dtype", "staging",
     },
     "rollouts": {
         "group_size", "max_tokens", "max_turns", "temperature", "stop", "top_k", "top_p", "min_p", "keep_routing",
@@ -327,6 +327,8 @@ def test_values_that_cannot_go_together() -> None:
     for other in ("lora.rank=4", "delivery.send=delta", "engine.staging=none"):
         with pytest.raises(ConfigError, match=r'\[engine\] quantize = "fp8" does not go together with '):
             make_config(MINIMAL, ["engine.quantize=fp8", other])
+    with pytest.raises(ConfigError, match=r'\[engine\] kv_dtype: only engine kind "embedded" has it'):
+        make_config(MINIMAL, ["engine.kv_dtype=fp8", "engine.kind=vllm", "engine.python=python"])
     with pytest.raises(ConfigError, match=r'quantize = "fp8" does not go together with kind = "vllm"'):
         make_config(MINIMAL, ["engine.quantize=fp8", "engine.kind=vllm", "engine.python=python"])
     with pytest.raises(ConfigError, match=r"\[lora\] targets: a name is empty"):

@@ -56,6 +56,7 @@ def test_a_server_that_quantises_is_remarked(arguments: str) -> None:
 
 
 def test_a_rounded_engine_without_a_correction_is_remarked() -> None:
+    assert said("engine.kv_dtype=fp8")[0].startswith("[engine] kv_dtype: tokens are sampled by a rounded model (fp8)")
     (line,) = said("engine.quantize=fp8")
     assert line.startswith("[engine] quantize: tokens are sampled by a rounded model (fp8), so ratios are not 1")
     assert said("engine.quantize=fp8", 'algorithm.corrections=["tis"]') == []

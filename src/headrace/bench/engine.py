@@ -79,8 +79,9 @@ class _Bench:
         self._twin = self._full = plain_twin(self._model)
         if options.quantize == "fp8":
             quantize_linears(self._model)
-            self._twin = plain_twin(self._model)
-        self._footprint = footprint(self._model)
+        if options.rounded:
+            self._twin = plain_twin(self._model, rounds_kv=options.kv_dtype == "fp8")
+        self._footprint = footprint(self._model, rounds_kv=options.kv_dtype == "fp8")
         self._bandwidth = copy_bandwidth(device)
 
     def run(self) -> dict[str, Any]:
@@ -101,7 +102,7 @@ class _Bench:
         found: dict[str, Any] = {
             "dtype": self._dtype,
             "quantize": options.quantize,
-            "kv_dtype": self._dtype,
+            "kv_dtype": self._dtype if options.kv_dtype == "auto" else options.kv_dtype,
             "threads": torch.get_num_threads(),
             "transformers": transformers.__version__,
             "load_seconds": self._load_seconds,
@@ -232,7 +233,8 @@ class _Bench:
         given = {name: getattr(options, name) for name in ("graphs", "compile", "expert_kernels", "fuse_projections")}
         changes = {name: value for name, value in given.items() if value is not None}
         changes |= {name: value for name in ("block_size", "prefill_chunk") if (value := getattr(options, name))}
-        config = EngineConfig(slots=options.batch, kv="keep", max_length=self._longest, quantize=options.quantize)
+        config = EngineConfig(slots=options.batch, kv="keep", max_length=self._longest)
+        config = msgspec.structs.replace(config, quantize=options.quantize, kv_dtype=options.kv_dtype)
         config = msgspec.structs.replace(config, device=self._device, **changes)
         return msgspec.structs.replace(config, cache_tokens=self._cache_tokens(config.block_size))
 
@@ -363,8 +365,11 @@ def decode_contexts(prompt: int, lengths: Iterable[int]) -> list[tuple[int, int]
     return [(prompt + 1, prompt + length - 1) for length in lengths if length > 1]
 
 
-def footprint(model: Any) -> Footprint:
-    """Compute the sizes of this model's parts from its parameters and its configuration."""
+def footprint(model: Any, *, rounds_kv: bool = False) -> Footprint:
+    """Compute the sizes of this model's parts from its parameters and its configuration.
+
+    With `rounds_kv`, keys and values take one byte each.
+    """
     config = model.config.get_text_config()
     sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
@@ -373,7 +378,7 @@ def footprint(model: Any) -> Footprint:
     unread = 0 if embedding is output else embedding.numel() * embedding.element_size()
     heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     head = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    layer = 2 * heads * head * model.dtype.itemsize
+    layer = 2 * heads * head * (1 if rounds_kv else model.dtype.itemsize)
     return Footprint(
         weights=weights,
         shared=weights - experts - unread,

@@ -13,10 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import DynamicCache, TopKLogitsWarper, TopPLogitsWarper
+from transformers import AttentionInterface, DynamicCache, TopKLogitsWarper, TopPLogitsWarper
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from headrace.bench.base import Weights
 from headrace.engines.base import Delta, Request, Sampling
+from headrace.errors import UserError
+from headrace.models.fp8 import through_fp8
 from headrace.models.head import float32_head
 from headrace.models.loading import named_weights
 from headrace.types import Float32Array, Int32Array
@@ -30,14 +34,32 @@ Row = tuple[Request, Delta]
 """A request, and all its tokens as one delta."""
 
 
-def plain_twin(model: Any) -> Any:
+ROUNDED_KV = "headrace_rounded_kv"
+"""The name of torch's attention over keys and values that were rounded to FP8."""
+
+
+def _rounded_kv(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *given: Any, **named: Any
+) -> Any:
+    return sdpa_attention_forward(module, query, through_fp8(key), through_fp8(value), *given, **named)
+
+
+AttentionInterface.register(ROUNDED_KV, _rounded_kv)
+AttentionMaskInterface.register(ROUNDED_KV, sdpa_mask)
+
+
+def plain_twin(model: Any, *, rounds_kv: bool = False) -> Any:
     """Return a model with the same parameters and Hugging Face's own attention.
 
-    Call this before an engine is made, because an engine changes the model.
+    With `rounds_kv` it attends over keys and values that are rounded to FP8. Call this before an engine is made,
+    because an engine changes the model.
     """
     shared: dict[int, Any] = {id(p): p for p in model.parameters()} | {id(b): b for b in model.buffers()}
     twin = copy.deepcopy(model, shared)
-    twin.set_attn_implementation("sdpa" if getattr(twin, "_supports_sdpa", False) else "eager")
+    torch_attention = ROUNDED_KV if rounds_kv else "sdpa"
+    if rounds_kv and not getattr(twin, "_supports_sdpa", False):
+        raise UserError(f"--kv-dtype: {type(model).__name__} cannot be scored again with rounded keys and values")
+    twin.set_attn_implementation(torch_attention if getattr(twin, "_supports_sdpa", False) else "eager")
     return twin
 
 

@@ -66,6 +66,7 @@ class EngineBench(Bench, frozen=True, kw_only=True):
     quantize: Annotated[
         Literal["none", "fp8"], Option(help="fp8: linear layers in FP8. Also shows the KL to the model in full.")
     ] = "none"
+    kv_dtype: Annotated[Literal["auto", "fp8"], Option(help="fp8: keys and values in FP8.")] = "auto"
     block_size: Annotated[int, Option(help="Tokens in a block of the cache; 0 takes the engine's.", min=0)] = 0
     prefill_chunk: Annotated[int, Option(help="Prompt tokens a step; 0 takes the engine's.", min=0)] = 0
     threads: Annotated[int, Option(help="Compute threads; 0 takes torch's default.", min=0)] = 0
@@ -86,8 +87,8 @@ class EngineBench(Bench, frozen=True, kw_only=True):
             raise UserError("--peer needs a --temperature above 0: peers sample too")
         if self.lengths:
             parse_lengths(self.lengths)
-        if self.quantize != "none" and (self.swap_every or self.peer):
-            raise UserError(f"--quantize {self.quantize} has neither --swap-every nor --peer")
+        if self.rounded and (self.swap_every or self.peer):
+            raise UserError("--quantize and --kv-dtype have neither --swap-every nor --peer")
         rows, longest = self.pair("tail")
         if rows:
             if self.lengths:
@@ -99,6 +100,11 @@ class EngineBench(Bench, frozen=True, kw_only=True):
         forks, at = self.pair("fork")
         if forks and at <= self.prompt:
             raise UserError(f"--fork {self.fork}: the pivot must lie after the prompt of {self.prompt} tokens")
+
+    @property
+    def rounded(self) -> bool:
+        """Whether the engine computes with rounded numbers, so that it is compared with a model that rounds too."""
+        return self.quantize != "none" or self.kv_dtype != "auto"
 
     def pair(self, option: Literal["tail", "fork"]) -> tuple[int, int]:
         """Return the two numbers of `--tail` or `--fork`; zeros if it is not given."""

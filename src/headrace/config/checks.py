@@ -229,6 +229,8 @@ def _check_engine(config: Config) -> None:
         raise ConfigError(f'[engine] staging = "none" does not go together with {needed}, which needs a second copy')
     if engine.quantize != "none":
         _check_quantized(config)
+    if engine.kv_dtype != "auto" and engine.kind != "embedded":
+        raise ConfigError('[engine] kv_dtype: only engine kind "embedded" has it')
     if engine.kind != "vllm":
         if engine.gpus_per_engine > 1:
             which = "an embedded engine" if engine.kind == "embedded" else "an engine of your own"

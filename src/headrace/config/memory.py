@@ -271,9 +271,7 @@ def estimate(config: Config, facts: ModelFacts) -> dict[str, Any]:
         "memory_bytes": {
             "trainer": trainer_memory(config, facts, teacher_facts(config), on_gpu=on_gpu).total,
             "offloaded": state_bytes(config, facts, on_gpu=on_gpu) if config.training.offload else 0,
-            "engine": served_bytes(config, facts)
-            + second_copy(config, facts)
-            + cache * facts.kv_bytes_per_token * size // 4,
+            "engine": served_bytes(config, facts) + second_copy(config, facts) + _cache_bytes(config, facts, cache),
             "shared": 2 * served,
         },
         "trainer_ranks": config.training.processes,
@@ -288,12 +286,17 @@ def least_engine_bytes(config: Config, facts: ModelFacts) -> int:
 
     With `staging = "auto"` the least is without staged weights, except those that were rounded.
     """
-    size = BYTES[config.model.dtype]
     longest = longest_sequence(config.engine.max_length, facts.max_positions)
     tokens = config.engine.cache_tokens or min(longest, PROMPT_TOKENS + config.rollouts.max_tokens)
     fits_in_one = config.lora is None and with_second_copy(config).staging == "auto"
     second = _converted_copy(config, facts) if fits_in_one else second_copy(config, facts)
-    return served_bytes(config, facts) + second + tokens * facts.kv_bytes_per_token * size // 4
+    return served_bytes(config, facts) + second + _cache_bytes(config, facts, tokens)
+
+
+def _cache_bytes(config: Config, facts: ModelFacts, tokens: int) -> int:
+    """Return the bytes of the keys and values of this many tokens. A CPU stores rounded ones in the model's dtype."""
+    rounded = config.engine.kv_dtype == "fp8" and runs_on_gpu(config.engine.device)
+    return tokens * facts.kv_bytes_per_token * (1 if rounded else BYTES[config.model.dtype]) // 4
 
 
 def second_copy(config: Config, facts: ModelFacts) -> int:

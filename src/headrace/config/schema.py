@@ -249,6 +249,9 @@ class EngineConfig(Section, frozen=True):
     """Embedded engines: `fp8` serves the linear layers in FP8. Their weights are rounded as they arrive, with one scale
     for each output, and their inputs in every step, with one scale for each token. Sampled tokens carry the
     log-probabilities of the rounded model ([details](engine.md#linear-layers-in-fp8))."""
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    """Embedded engines: `fp8` stores keys and values in FP8, in half the memory of 16 bits; `auto` stores them in the
+    dtype of the model."""
     python: str = ""
     """vLLM: the Python interpreter of vLLM's own environment (`make vllm` creates `.venv-vllm/bin/python`)."""
     urls: list[str] = []

@@ -42,6 +42,14 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (wide / scales).clamp(-MOST, MOST).to(FP8), scales
 
 
+def through_fp8(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the numbers rounded to FP8 without a scale, in their own dtype. Beyond its range they become its largest.
+
+    Keys and values in an FP8 cache are rounded like this.
+    """
+    return numbers.clamp(-MOST, MOST).to(FP8).to(numbers.dtype)
+
+
 def fp8_product(hidden: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return `hidden @ weights.t()` in the dtype of `hidden`, whose last dimension is rounded to FP8 token by token.
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from headrace.engines.embedded.sequence import Sampled
 from headrace.engines.embedded.transfer import Arriving
 from headrace.models.attention import AttentionCall, attending
 from headrace.models.experts import RoutingRecorder, RoutingShape, recording
+from headrace.models.fp8 import through_fp8
 from headrace.types import Int32Array
 
 BAND_TOKENS = 512
@@ -47,13 +49,23 @@ _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class HostRunner(Runner):
     """A `Runner` that computes each plan in one pass over packed tokens, and returns its tokens at once."""
 
-    def __init__(self, model: Any, blocks: int, block_size: int, routing: RoutingShape | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        blocks: int,
+        block_size: int,
+        routing: RoutingShape | None = None,
+        *,
+        rounds_kv: bool = False,
+    ) -> None:
+        """Create a runner. With `rounds_kv`, keys and values are rounded to FP8, and stored in the model's dtype."""
         self.prefill_chunk = 512
         self.gather = 0
         self.overlaps = False
         self.timings = Timings()
         self._model = model
         self._cache = KVCache(blocks, block_size)
+        self._rounds_kv = rounds_kv
         self._routing = routing
         self._device: torch.device = next(model.parameters()).device
         self._packed = pack_linears(model)
@@ -63,7 +75,7 @@ class HostRunner(Runner):
         """Compute the plan's chunks. Return a token for each sequence whose last token is among them."""
         started = time.perf_counter()
         self._cache.copy(plan.copies)
-        context = _PagedContext(self._cache, plan.chunks, self._device)
+        context = _PagedContext(self._cache, plan.chunks, self._device, rounds=self._rounds_kv)
         chunks = context.rows
         ends = np.cumsum([chunk.count for chunk in chunks]) - 1
         sampled = [(chunk.sequence, int(end)) for chunk, end in zip(chunks, ends, strict=True) if chunk.samples]
@@ -198,7 +210,9 @@ def bands(widths: Sequence[int], cost: float) -> list[tuple[int, int]]:
 class _PagedContext:
     """An attention context that writes new keys and values to the cache, then attends over each sequence's blocks."""
 
-    def __init__(self, cache: KVCache, chunks: Sequence[Chunk], device: torch.device) -> None:
+    def __init__(self, cache: KVCache, chunks: Sequence[Chunk], device: torch.device, *, rounds: bool = False) -> None:
+        """Attend over these chunks. With `rounds`, keys and values are rounded to FP8 first."""
+        self._rounds = rounds
         singles = sorted((c for c in chunks if c.count == 1), key=lambda c: c.start)
         self.rows = singles + [c for c in chunks if c.count > 1]
         """The chunks in the order of the packed row."""
@@ -216,6 +230,8 @@ class _PagedContext:
         self._views: dict[tuple[int, int, int | None, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
+        if self._rounds:
+            call = replace(call, key=through_fp8(call.key), value=through_fp8(call.value))
         key, value = call.key[0].transpose(0, 1), call.value[0].transpose(0, 1)
         self._cache.write(call.layer, self._slots, key, value)
         parts = self._attend_singles(call) if self._singles else []

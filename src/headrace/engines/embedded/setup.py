@@ -20,6 +20,7 @@ from headrace.engines.embedded.runner import HostRunner
 from headrace.errors import UserError
 from headrace.models.attention import prepare_to_compile
 from headrace.models.experts import RoutingShape, prepare_experts
+from headrace.models.fp8 import FP8
 from headrace.models.head import keep_logits_in_float32
 
 logger = logging.getLogger(__name__)
@@ -48,8 +49,14 @@ def make_runner(model: Any, config: EngineConfig, max_length: int, staged: int) 
 def make_host_runner(model: Any, config: EngineConfig, max_length: int, staged: int = 0) -> tuple[Runner, BlockPool]:
     """Return the host's runner, which computes with plain torch, on any device. Its results are there at once."""
     blocks = wanted_blocks(config, max_length)
-    runner = HostRunner(model, blocks, config.block_size, _recorded(prepare_experts(model)))
+    routing = _recorded(prepare_experts(model))
+    runner = HostRunner(model, blocks, config.block_size, routing, rounds_kv=config.kv_dtype == "fp8")
     return runner, BlockPool(blocks, config.block_size)
+
+
+def cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of cached keys and values on a GPU, for a model that computes in `dtype`."""
+    return FP8 if config.kv_dtype == "fp8" else dtype
 
 
 def wanted_blocks(config: EngineConfig, max_length: int) -> int:
@@ -81,16 +88,18 @@ def make_device_runner(model: Any, config: EngineConfig, max_length: int, staged
         for layer in compiled:
             layer.__dict__.pop("forward", None)
         shapes = layer_shapes(model)
-    blocks = wanted_blocks(config, max_length)
+    blocks, stored = wanted_blocks(config, max_length), cache_dtype(config, parameter.dtype)
     if parameter.device.type == "cuda":
-        affordable = affordable_blocks(model, shapes, config.block_size, config.memory_fraction, staged)
+        affordable = affordable_blocks(
+            parameter.device, shapes, config.block_size, stored.itemsize, config.memory_fraction, staged
+        )
         if config.cache_tokens and blocks > affordable:
             raise UserError(
                 f"[engine] cache_tokens = {config.cache_tokens} do not fit:"
                 f" there is memory for {affordable * config.block_size} (0 takes what fits)"
             )
         blocks = min(blocks, affordable)
-    cache = DeviceCache(shapes, blocks, config.block_size, parameter.dtype, parameter.device)
+    cache = DeviceCache(shapes, blocks, config.block_size, stored, parameter.device)
     runner = DeviceRunner(
         model, cache, rows=config.slots, max_length=max_length, capture=config.graphs, routing=routing
     )

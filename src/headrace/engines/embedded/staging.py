@@ -8,7 +8,7 @@ import torch
 
 from headrace.config.schema import EngineConfig
 from headrace.config.staging import StagingChoice, chosen_staging
-from headrace.engines.embedded.setup import wanted_blocks
+from headrace.engines.embedded.setup import cache_dtype, wanted_blocks
 
 
 def choose_staging(
@@ -42,7 +42,8 @@ def _chosen(model: Any, config: EngineConfig, max_length: int, weights: int) -> 
     # Imported here, because Triton is needed only with a GPU, and may be installed only there.
     from headrace.engines.embedded.device.state import bytes_of_block, free_bytes, layer_shapes
 
-    block = bytes_of_block(layer_shapes(model), config.block_size, next(model.parameters()).element_size())
+    stored = cache_dtype(config, next(model.parameters()).dtype)
+    block = bytes_of_block(layer_shapes(model), config.block_size, stored.itemsize)
     return chosen_staging(
         config.staging,
         weights,

@@ -18,6 +18,7 @@ from headrace.engines.embedded.sequence import Sequence
 from headrace.engines.embedded.transfer import Uploads
 from headrace.errors import UserError
 from headrace.models.attention import AttentionCall, attending
+from headrace.models.fp8 import FP8
 
 LayerShape = tuple[int, int, int]
 """The number of key/value heads, the size of a key, the size of a value."""
@@ -44,6 +45,8 @@ class DeviceCache:
         """Copy whole blocks in all layers. Every source is read before any target is written."""
         for stores in self.layers:
             for store in stores:
+                # As integers, because torch selects no FP8 numbers by index.
+                store = store.view(torch.uint8) if store.dtype == FP8 else store
                 store.index_copy_(0, targets.long(), store.index_select(0, sources))
 
 
@@ -57,15 +60,15 @@ def layer_shapes(model: Any) -> list[LayerShape]:
     return [probe.shapes[layer] for layer in sorted(probe.shapes)]
 
 
-def affordable_blocks(model: Any, shapes: Seq[LayerShape], block_size: int, fraction: float | None, staged: int) -> int:
-    """Return how many blocks the model's device has room for beside `staged` bytes of weights and the margin.
+def affordable_blocks(
+    device: torch.device, shapes: Seq[LayerShape], block_size: int, itemsize: int, fraction: float | None, staged: int
+) -> int:
+    """Return how many blocks the device has room for beside `staged` bytes of weights and the margin.
 
     With `fraction`, the cache and everything else in this process stay within that share of the device's memory. Raises
     `UserError` if there is no room for one block.
     """
-    parameter = next(model.parameters())
-    device = parameter.device
-    block_bytes = bytes_of_block(shapes, block_size, parameter.element_size())
+    block_bytes = bytes_of_block(shapes, block_size, itemsize)
     room = free_bytes(device, fraction) - staged
     if room < block_bytes:
         raise UserError(
