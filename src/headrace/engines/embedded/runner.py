@@ -47,7 +47,9 @@ _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class HostRunner(Runner):
     """A `Runner` that computes each plan in one pass over packed tokens, and returns its tokens at once."""
 
-    def __init__(self, model: Any, blocks: int, block_size: int, routing: RoutingShape | None = None) -> None:
+    def __init__(
+        self, model: Any, blocks: int, block_size: int, routing: RoutingShape | None = None, *, pack: bool = True
+    ) -> None:
         self.prefill_chunk = 512
         self.gather = 0
         self.overlaps = False
@@ -56,7 +58,7 @@ class HostRunner(Runner):
         self._cache = KVCache(blocks, block_size)
         self._routing = routing
         self._device: torch.device = next(model.parameters()).device
-        self._packed = pack_linears(model)
+        self._packed = pack_linears(model) if pack else None
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, version: int) -> list[Sampled]:
