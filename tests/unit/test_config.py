@@ -62,7 +62,7 @@ KEYS = {
         "ranks", "gpus", "tensor_parallel", "compute_dtype", "activation_checkpointing", "offload",
         "device", "compile",
     },
-    "lora": {"rank", "alpha", "dropout", "targets", "modules", "base", "serve"},
+    "lora": {"rank", "alpha", "dropout", "targets", "modules", "base", "serve", "share_base"},
     "warm_start": {"steps", "batch", "learning_rate"},
     "delivery": {
         "transport", "directory", "keep_files", "bind", "send", "dtype", "rolling", "patience", "publish_every",

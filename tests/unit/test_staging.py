@@ -103,3 +103,41 @@ def test_estimates_follow_the_choice() -> None:
     assert by_default - estimate(unmerged, FACTS)["memory_bytes"]["engine"] == weights - adapter
     in_one = msgspec.structs.replace(unmerged, engine=config(engine={"staging": "none"}).engine)
     assert estimate(in_one, FACTS)["memory_bytes"]["engine"] == by_default - weights
+
+
+SHARED = {"rank": 4, "serve": "unmerged", "share_base": True}
+ON_CPU = {"engine": {"device": "cpu"}, "training": {"device": "cpu"}, "model": {"path": "m"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "needs"),
+    [
+        ({"lora": {"serve": "merged"}}, '[lora] serve = "unmerged"'),
+        ({"lora": {"base": "nf4"}}, '[lora] base = "full"'),
+        ({"lora": {"modules": ["norm"]}}, "[lora] modules = []"),
+        ({"engine": {"kind": "mine.py:Mine"}}, 'engine kind "embedded"'),
+        ({"training": {"ranks": 2}}, "one trainer rank without offload"),
+        ({"training": {"offload": True}}, "one trainer rank without offload"),
+        ({"training": {"device": "cuda"}}, "trainer and engines on a CPU"),
+        ({"engine": {"device": "cuda"}}, "trainer and engines on a CPU"),
+        ({"pipeline": {"launcher": "ray"}}, "trainer and engines on one host"),
+        ({"model": {"dtype": "bfloat16"}}, "float32 on both sides"),
+        ({"training": {"compute_dtype": "bfloat16"}}, "float32 on both sides"),
+    ],
+)
+def test_a_base_that_cannot_be_shared_is_refused(changes: dict[str, dict[str, Any]], needs: str) -> None:
+    whole = {"lora": SHARED, **ON_CPU}
+    alone = config(**whole)
+    assert alone.lora is not None and alone.lora.share_base
+    for section, keys in changes.items():
+        whole[section] = whole.get(section, {}) | keys
+    with pytest.raises(ConfigError) as refused:
+        config(**whole)
+    assert str(refused.value) == f"[lora] share_base: needs {needs}"
+
+
+def test_a_shared_base_is_counted_once() -> None:
+    apart = config(lora={**SHARED, "share_base": False}, **ON_CPU)
+    together = config(lora=SHARED, **ON_CPU)
+    engine = [estimate(each, FACTS)["memory_bytes"]["engine"] for each in (apart, together)]
+    assert engine[0] - engine[1] == 4 * FACTS.parameters

@@ -129,6 +129,7 @@ class DeliveryBench(Bench, frozen=True, kw_only=True):
     )
     per_parameter: Annotated[bool, Option("--per-parameter", help="nccl: also tensor by tensor.")] = False
     decode: Annotated[int, Option(help="Sequences that every engine decodes meanwhile.", min=0)] = 0
+    staging: Annotated[str, Option(help="Where engines stage a version: device, host or none.")] = "device"
     dtype: Dtype = ""
     device: Device = "auto"
     threads: Annotated[int, Option(help="Compute threads of each process.", min=1)] = 1
@@ -136,6 +137,10 @@ class DeliveryBench(Bench, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """See `Bench.check`."""
+        if self.staging not in ("device", "host", "none"):
+            raise UserError(f"--staging {self.staging}: one of device, host, none")
+        if self.staging == "none" and ("delta" in self.sends or "nccl" in self.transports):
+            raise UserError("--staging none: --send delta and --transport nccl need a second copy")
         # Imported late, because it loads numpy.
         from headrace.delivery.transports import NAMES
 

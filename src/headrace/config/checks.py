@@ -63,6 +63,8 @@ def check_together(config: Config) -> None:
     _check_buffer(config)
     if config.lora is not None:
         _check_lora(config.lora)
+        if config.lora.share_base:
+            _check_shared_base(config, config.lora)
     _check_bind("delivery", config.delivery.bind)
     _check_bind("gateway", config.gateway.bind)
     for section, task in config.tasks.items():
@@ -205,6 +207,23 @@ def _check_lora(lora: LoraConfig) -> None:
         raise ConfigError(f"[lora] modules: {both[0]} is one of targets too; a module is adapted or trained in full")
     if lora.dropout and any(target.rpartition(".")[0].endswith("experts") for target in lora.targets):
         raise ConfigError("[lora] dropout: stacked experts take none; set dropout = 0 or leave them out of targets")
+
+
+def _check_shared_base(config: Config, lora: LoraConfig) -> None:
+    training = config.training
+    wrong = {
+        '[lora] serve = "unmerged"': lora.serve != "unmerged",
+        '[lora] base = "full"': lora.base != "full",
+        "[lora] modules = []": bool(lora.modules),
+        'engine kind "embedded"': config.engine.kind != "embedded",
+        "one trainer rank without offload": training.processes > 1 or training.offload,
+        "trainer and engines on a CPU": runs_on_gpu(training.device) or runs_on_gpu(config.engine.device),
+        "trainer and engines on one host": config.pipeline.launcher not in ("auto", "local", "forked"),
+        "float32 on both sides": config.model.dtype != "float32" or training.compute_dtype not in (None, "float32"),
+    }
+    for needed, missing in wrong.items():
+        if missing:
+            raise ConfigError(f"[lora] share_base: needs {needed}")
 
 
 def _check_engine(config: Config) -> None:

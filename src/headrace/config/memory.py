@@ -263,6 +263,8 @@ def estimate(config: Config, facts: ModelFacts) -> dict[str, Any]:
     on_gpu = runs_on_gpu(config.training.device)
     size = BYTES[config.model.dtype]
     served = facts.parameters * size
+    # A shared base is counted with the trainer.
+    own = 0 if config.lora is not None and config.lora.share_base else served_bytes(config, facts)
     longest = longest_sequence(engine.max_length, facts.max_positions)
     cache = engine.cache_tokens or engine.slots * min(longest, PROMPT_TOKENS + rollouts.max_tokens)
     return {
@@ -271,7 +273,7 @@ def estimate(config: Config, facts: ModelFacts) -> dict[str, Any]:
         "memory_bytes": {
             "trainer": trainer_memory(config, facts, teacher_facts(config), on_gpu=on_gpu).total,
             "offloaded": state_bytes(config, facts, on_gpu=on_gpu) if config.training.offload else 0,
-            "engine": served_bytes(config, facts) + second_copy(config, facts) + _cache_bytes(config, facts, cache),
+            "engine": own + second_copy(config, facts) + _cache_bytes(config, facts, cache),
             "shared": 2 * served,
         },
         "trainer_ranks": config.training.processes,

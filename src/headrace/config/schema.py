@@ -447,6 +447,9 @@ class LoraConfig(Section, frozen=True):
     serve: Literal["merged", "unmerged"] = "merged"
     """How engines apply the adapter. `merged`: they add it to their weights at every swap. `unmerged`: they compute it
     beside the weights in every pass."""
+    share_base: bool = False
+    """Hold the frozen weights once for the trainer and all engines of a host, in shared memory (on a CPU, with
+    `serve = "unmerged"`; [details](lora.md#one-base-for-both))."""
 
     @property
     def scaling(self) -> float:

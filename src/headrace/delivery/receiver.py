@@ -45,6 +45,8 @@ from headrace.types import NO_VERSION, Float32Array
 
 logger = logging.getLogger(__name__)
 
+BaseDigest = int | Callable[[], int]
+"""The digest of the weights under an adapter, or a function that computes it."""
 Staging = Literal["device", "host", "none"]
 """Where a receiver holds weights that cannot stay where they arrived. `device`: beside the live weights. `host`: in
 host memory, which is pinned if the live weights are on a GPU. `none`: nowhere; they are copied straight over the live
@@ -97,7 +99,7 @@ class Receiver:
         engine: str,
         keys: Path | None = None,
         installed: Callable[[], None] | None = None,
-        base_digest: int | None = None,
+        base_digest: BaseDigest | None = None,
         staging: Staging = "device",
         conversion: Conversion | None = None,
     ) -> None:
@@ -106,8 +108,9 @@ class Receiver:
         `keys` is the file with the keys of the run, for transports that encrypt. `installed` is called as soon as new
         weights are in place, on the same stream, before they are digested and scored; there an engine updates the
         values that it derives from its weights. If `weights` are an adapter's, `base_digest` is the digest of the
-        weights under the adapter, and the receiver accepts only adapters to the same weights. `conversion` makes
-        `weights` from versions that arrive in another form; it needs a place to stage them.
+        weights under the adapter, and the receiver accepts only adapters to the same weights. If it is a function,
+        those weights are shared with other processes, and the function digests them at every delivery. `conversion`
+        makes `weights` from versions that arrive in another form; it needs a place to stage them.
         """
         if conversion is not None and staging == "none":
             raise ValueError("weights that are converted need a place to be staged in")
@@ -271,7 +274,8 @@ class Receiver:
 
         A delta to another version raises `WrongBase`; everything else raises a plain `DeliveryError`.
         """
-        version, base_digest = manifest.version, self._base_digest
+        version = manifest.version
+        base_digest = self._base_digest() if callable(self._base_digest) else self._base_digest
         if (manifest.kind == "adapter") != (base_digest is not None):
             wanted = "all weights, not an adapter" if base_digest is None else "an adapter"
             raise DeliveryError(f"version {version} is of kind {manifest.kind}, but this engine takes {wanted}")

@@ -104,3 +104,13 @@ def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     persistent = model.state_dict().keys()
     found |= {name: b.detach() for name, b in model.named_buffers() if name in persistent and name not in found}
     return found
+
+
+def hold_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Make the model compute with these tensors, where they lie. They have the names and shapes of `named_weights`.
+
+    Parameters stay the same objects, so tied weights stay tied. The memory of the old tensors is freed.
+    """
+    held: dict[str, torch.Tensor] = dict(model.named_buffers()) | dict(model.named_parameters())
+    for name, tensor in weights.items():
+        held[name].data = tensor

@@ -35,10 +35,11 @@ from headrace.delivery.parts import TrainerRanks
 from headrace.delivery.plan import dtype_of
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.setup import choose, make_sender
+from headrace.delivery.shared_base import SharedBase, share_base
 from headrace.delivery.transports.segments import sweep
 from headrace.errors import DeliveryError, HeadraceError, UserError
-from headrace.models.loading import choose_device, load_model, named_weights
-from headrace.models.lora import frozen_linears
+from headrace.models.loading import choose_device, hold_weights, load_model, named_weights
+from headrace.models.lora import check_shareable, frozen_linears
 from headrace.models.rounding import hold_in_four_bits, round_weights, rounded
 from headrace.observe.spans import SpanRecorder
 from headrace.training import remote
@@ -67,6 +68,8 @@ class Built:
     ranks: Ranks | None
     base_digest: int
     """The digest of the base model with [lora]; else 0."""
+    shared_base: SharedBase | None = None
+    """The base, if the trainer shares it with engines. It must be kept as long as the trainer."""
 
 
 def build_trainer(
@@ -74,10 +77,12 @@ def build_trainer(
     checkpoints: Path,
     spans: SpanRecorder | None = None,
     meet: Callable[[str], Ranks | None] = lambda device: None,
+    share_in: Path | None = None,
 ) -> Built:
     """Build the trainer that a configuration describes, before its first step.
 
     `meet` is called with the device once the model is loaded, and returns this process's place among the ranks, if any.
+    With `[lora] share_base`, the base is shared with the engines of the run directory `share_in`, if that is given.
     """
     device = choose_device(config.training.device, "training")
     in_four_bits = config.lora is not None and config.lora.base == "nf4"
@@ -91,9 +96,13 @@ def build_trainer(
         # A GPU may not have room for the whole model, so several ranks shard it, and 4 bits are packed, on the host.
         device="cpu" if sharded or in_four_bits else device,
     )
-    adapter, base_digest = None, 0
+    adapter, base_digest, shared = None, 0, None
     if config.lora is not None:
         base, base_digest = _freeze(model, config, config.lora, checkpoints)
+        if config.lora.share_base and share_in is not None:
+            check_shareable(model, config.lora)
+            shared = share_base(share_in, named_weights(model), config.model.dtype, base_digest)
+            hold_weights(model, shared.weights)
         if in_four_bits and not sharded:
             model.to(device)
         adapter = TrainedAdapter(model, config.lora, base=base, seed=config.run.seed)
@@ -110,7 +119,7 @@ def build_trainer(
         adapter=adapter,
         correct_above=config.buffer.correct_above,
     )
-    return Built(trainer, device, ranks, base_digest)
+    return Built(trainer, device, ranks, base_digest, shared)
 
 
 def prepare_model(model: Any, training: TrainingConfig, ranks: Ranks | None = None) -> Any:
@@ -207,9 +216,14 @@ class TrainerRole:
             if self.store is not None and self.first:
                 self.notes += self.store.fetch_newest(self.checkpoints, last_step)
             built = build_trainer(
-                config, self.checkpoints, link.spans, lambda device: join_ranks(link, config, device, meet_at)
+                config,
+                self.checkpoints,
+                link.spans,
+                lambda device: join_ranks(link, config, device, meet_at),
+                share_in=link.run_dir,
             )
             self.trainer, self.ranks, self.device = built.trainer, built.ranks, built.device
+            self.shared_base = built.shared_base
             self.resumed_from = latest(self.checkpoints)
             if self.resumed_from is not None:
                 self.trainer.load(self.resumed_from)

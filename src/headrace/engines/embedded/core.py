@@ -14,7 +14,7 @@ from typing import Any
 
 from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest, Proof
-from headrace.delivery.receiver import Installed, Receiver, Staged
+from headrace.delivery.receiver import BaseDigest, Installed, Receiver, Staged
 from headrace.engines.base import Counters, Delta, Request
 from headrace.engines.embedded.base import Haste
 from headrace.engines.embedded.scheduler import Scheduler
@@ -47,7 +47,7 @@ class EngineCore:
         max_length: int,
         version: int = NO_VERSION,
         adapter: Adapter | None = None,
-        base_digest: int | None = None,
+        base_digest: BaseDigest | None = None,
         spans: SpanRecorder | None = None,
         keys: Path | None = None,
         clock: Callable[[], float] = time.monotonic,

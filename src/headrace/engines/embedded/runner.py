@@ -57,8 +57,12 @@ class HostRunner(Runner):
         routing: RoutingShape | None = None,
         *,
         rounds_kv: bool = False,
+        pack: bool = True,
     ) -> None:
-        """Create a runner. With `rounds_kv`, keys and values are rounded to FP8, and stored in the model's dtype."""
+        """Create a runner. With `rounds_kv`, keys and values are rounded to FP8, and stored in the model's dtype.
+
+        Without `pack`, layers are computed from the weights where they lie, without packed copies.
+        """
         self.prefill_chunk = 512
         self.gather = 0
         self.overlaps = False
@@ -68,7 +72,7 @@ class HostRunner(Runner):
         self._rounds_kv = rounds_kv
         self._routing = routing
         self._device: torch.device = next(model.parameters()).device
-        self._packed = pack_linears(model)
+        self._packed = pack_linears(model) if pack else None
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, version: int) -> list[Sampled]:

@@ -46,11 +46,16 @@ def make_runner(model: Any, config: EngineConfig, max_length: int, staged: int) 
     return make_host_runner(model, config, max_length)
 
 
-def make_host_runner(model: Any, config: EngineConfig, max_length: int, staged: int = 0) -> tuple[Runner, BlockPool]:
-    """Return the host's runner, which computes with plain torch, on any device. Its results are there at once."""
+def make_host_runner(
+    model: Any, config: EngineConfig, max_length: int, staged: int = 0, *, pack: bool = True
+) -> tuple[Runner, BlockPool]:
+    """Return the host's runner, which computes with plain torch, on any device. Its results are there at once.
+
+    Without `pack`, layers are computed from the weights where they lie, without packed copies.
+    """
     blocks = wanted_blocks(config, max_length)
     routing = _recorded(prepare_experts(model))
-    runner = HostRunner(model, blocks, config.block_size, routing, rounds_kv=config.kv_dtype == "fp8")
+    runner = HostRunner(model, blocks, config.block_size, routing, rounds_kv=config.kv_dtype == "fp8", pack=pack)
     return runner, BlockPool(blocks, config.block_size)
 
 
