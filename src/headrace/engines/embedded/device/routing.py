@@ -30,7 +30,7 @@ def replace_topk(graph: torch.fx.GraphModule) -> int:
     for node in list(graph.graph.nodes):
         if _is_topk(node) and (given := _arguments(*node.args, **node.kwargs)) is not None:
             with graph.graph.inserting_before(node):
-                node.replace_all_uses_with(graph.graph.call_function(_opaque, given))
+                node.replace_all_uses_with(graph.graph.call_function(torch.ops.headrace.short_topk.default, given))
             graph.graph.erase_node(node)
             replaced += 1
     graph.recompile()
