@@ -80,7 +80,7 @@ def make_device_runner(model: Any, config: EngineConfig, max_length: int, staged
     if fused or config.quantize == "fp8":
         prepare_to_merge()
         changes.append(merge_equal_products)
-    if routing is not None and config.expert_kernels:
+    if routing is not None and config.router_kernel:
         changes.append(replace_topk)
     compiled = _compile_layers(model, changes) if config.compile else None
     if config.compile and compiled is None:
