@@ -415,7 +415,12 @@ def test_layers_are_compiled_once(family: str, monkeypatch: pytest.MonkeyPatch) 
         graphs.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))  # what is traced is the same
+    compile_by = partial(torch.compile, backend=backend)  # what is traced is the same
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda layer, *, dynamic, fullgraph, **_: compile_by(layer, dynamic=dynamic, fullgraph=fullgraph),
+    )
     torch._dynamo.reset()
     config = EngineConfig(slots=4, block_size=4, prefill_chunk=16)
     served = llama(WIDE) if family == "llama" else moe_model()

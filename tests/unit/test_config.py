@@ -37,7 +37,7 @@ KEYS = {
         "kind", "count", "gpus", "gpus_per_engine",
         "threads", "slots", "block_size", "cache_tokens", "max_length", "prefill_chunk", "interrupt",
         "kv", "device", "graphs", "compile", "python", "urls", "port", "arguments", "memory_fraction",
-        "expert_kernels", "fuse_projections", "quantize", "kv_dtype", "staging",
+        "expert_kernels", "fuse_projections", "router_kernel", "quantize", "kv_dtype", "staging",
     },
     "rollouts": {
         "group_size", "max_tokens", "max_turns", "temperature", "stop", "top_k", "top_p", "min_p", "keep_routing",

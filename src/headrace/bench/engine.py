@@ -230,7 +230,10 @@ class _Bench:
 
     def _engine_config(self) -> EngineConfig:
         options = self._options
-        given = {name: getattr(options, name) for name in ("graphs", "compile", "expert_kernels", "fuse_projections")}
+        given = {
+            name: getattr(options, name)
+            for name in ("graphs", "compile", "expert_kernels", "fuse_projections", "router_kernel")
+        }
         changes = {name: value for name, value in given.items() if value is not None}
         changes |= {name: value for name in ("block_size", "prefill_chunk") if (value := getattr(options, name))}
         config = EngineConfig(slots=options.batch, kv="keep", max_length=self._longest)

@@ -60,6 +60,9 @@ class EngineBench(Bench, frozen=True, kw_only=True):
     fuse_projections: Annotated[
         bool | None, Option("--fuse-projections/--no-fuse-projections", help="One product for several projections.")
     ] = None
+    router_kernel: Annotated[
+        bool | None, Option("--router-kernel/--no-router-kernel", help="A kernel in place of the router's topk.")
+    ] = None
     expert_kernels: Annotated[
         bool | None, Option("--expert-kernels/--no-expert-kernels", help="Headrace's kernels for experts.")
     ] = None

@@ -215,6 +215,9 @@ class EngineConfig(Section, frozen=True):
     fuse_projections: bool = True
     """GPU, compiled layers: compute queries, keys and values in one matrix product, and gate and up in another. The
     parameters become views of one memory, under their own names. Layers with adapters stay as they are."""
+    router_kernel: bool = False
+    """GPU, compiled layers, mixtures of experts: let routers choose their experts by a kernel in place of torch's
+    `topk`. The kernel was tested without a GPU only, and its gain is not measured yet."""
     expert_kernels: bool = True
     """GPU: decode mixtures of experts with Headrace's own kernels, where they fit the model. `false` leaves the experts
     to torch, to find out whether the kernels are at fault."""

@@ -6,6 +6,7 @@ Each projection is then a slice of the whole product. `merge_equal_products` mak
 in FP8 are laid out in this way from the beginning (`headrace.models.fp8`).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -93,10 +94,15 @@ def merge_equal_products(graph: torch.fx.GraphModule) -> None:
     graph.recompile()
 
 
-def compile_merged(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-    """Compile a graph as torch's inductor does, with equal products merged. It is a backend of `torch.compile`."""
-    # Imported here, because the compiler takes seconds to load.
-    from torch._inductor.compile_fx import compile_fx
+def compile_after(*changes: Callable[[torch.fx.GraphModule], object]) -> Callable[..., Any]:
+    """Return a backend of `torch.compile` that changes a graph, and then compiles it as torch's inductor does."""
 
-    merge_equal_products(graph)
-    return compile_fx(graph, inputs)
+    def compile_changed(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        # Imported here, because the compiler takes seconds to load.
+        from torch._inductor.compile_fx import compile_fx
+
+        for change in changes:
+            change(graph)
+        return compile_fx(graph, inputs)
+
+    return compile_changed

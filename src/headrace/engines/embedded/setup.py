@@ -15,7 +15,12 @@ import torch
 from headrace.config.schema import EngineConfig
 from headrace.engines.embedded.base import Runner
 from headrace.engines.embedded.kv_cache import BlockPool
-from headrace.engines.embedded.projections import compile_merged, fuse_projections, prepare_to_merge
+from headrace.engines.embedded.projections import (
+    compile_after,
+    fuse_projections,
+    merge_equal_products,
+    prepare_to_merge,
+)
 from headrace.engines.embedded.runner import HostRunner
 from headrace.errors import UserError
 from headrace.models.attention import prepare_to_compile
@@ -34,6 +39,8 @@ SWITCH_SECONDS = 5e-4
 CANARY_LENGTH = 16
 """The length of the sequence that is scored once before an engine serves, in tokens."""
 
+ChangeGraph = Callable[[torch.fx.GraphModule], object]
+"""Changes the graph of a layer before it is compiled."""
 MakeRunner = Callable[[Any, EngineConfig, int, int], tuple[Runner, BlockPool]]
 """Makes a runner and its block pool from a model, the engine's configuration, the longest length, and the bytes of a
 GPU that the cache must leave to staged weights."""
@@ -73,6 +80,7 @@ def make_device_runner(model: Any, config: EngineConfig, max_length: int, staged
     """Return the GPU's runner. If the model is not on a GPU, Triton's interpreter must run the kernels."""
     # Imported here, because Triton is needed only with a GPU, and may be installed only there.
     from headrace.engines.embedded.device.experts import choose_products
+    from headrace.engines.embedded.device.routing import replace_topk
     from headrace.engines.embedded.device.runner import DeviceRunner
     from headrace.engines.embedded.device.state import DeviceCache, affordable_blocks, layer_shapes
 
@@ -80,8 +88,13 @@ def make_device_runner(model: Any, config: EngineConfig, max_length: int, staged
     routing = _recorded(prepare_experts(model, choose_products) if config.expert_kernels else prepare_experts(model))
     keep_logits_in_float32(model)
     fused = config.compile and config.fuse_projections and bool(fuse_projections(model))
-    merged = fused or config.quantize == "fp8"
-    compiled = _compile_layers(model, merged=merged) if config.compile else None
+    changes: list[ChangeGraph] = []
+    if fused or config.quantize == "fp8":
+        prepare_to_merge()
+        changes.append(merge_equal_products)
+    if routing is not None and config.router_kernel:
+        changes.append(replace_topk)
+    compiled = _compile_layers(model, changes) if config.compile else None
     if config.compile and compiled is None:
         logger.warning("layers run uncompiled: %s has no list of layers", type(model).__name__)
     try:
@@ -119,21 +132,18 @@ def _recorded(shape: RoutingShape | None) -> RoutingShape | None:
     return shape if shape is not None and shape.recorded else None
 
 
-def _compile_layers(model: Any, *, merged: bool) -> torch.nn.ModuleList | None:
+def _compile_layers(model: Any, changes: list[ChangeGraph]) -> torch.nn.ModuleList | None:
     """Compile every decoder layer in place, lazily, and return the layers; None if the model has no list of layers.
 
     One compilation serves all layers of a kind and all batch sizes. Attention is opaque to the compiler. The compiler
-    fuses the rest: norms, rotary embeddings, activations and residuals. With `merged`, projections of one input are one
-    product.
+    fuses the rest: norms, rotary embeddings, activations and residuals. `changes` are made to a graph before it is
+    compiled.
     """
     layers = getattr(model.get_decoder() if hasattr(model, "get_decoder") else model, "layers", None)
     if not isinstance(layers, torch.nn.ModuleList):
         return None
     prepare_to_compile(model)
-    how: dict[str, Any] = {}
-    if merged:
-        prepare_to_merge()
-        how = {"backend": compile_merged}
+    how: dict[str, Any] = {"backend": compile_after(*changes)} if changes else {}
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, **how)
     return layers
