@@ -29,7 +29,7 @@ from headrace.config.base import Names as Names
 from headrace.config.base import Section as Section
 from headrace.config.base import is_reference as is_reference
 from headrace.config.base import names_of as names_of
-from headrace.config.scorers import ModelScorerSection, ScorerConfig
+from headrace.config.scorers import ModelScorerSection, ScorerConfig, TeacherConfig
 from headrace.types import POLICY, TASK
 
 
@@ -633,6 +633,11 @@ class Config(Section, frozen=True):
         if isinstance(self.task, MixtureConfig):
             return {f"tasks.{name}": task for name, task in self.task.tasks.items()}
         return {"task": self.task}
+
+    @property
+    def teachers(self) -> dict[str, TeacherConfig]:
+        """The teachers outside of the trainer, by their names among the scorers."""
+        return {name: one for name, one in self.scorers.items() if isinstance(one, TeacherConfig)}
 
     @property
     def scorer_models(self) -> dict[str, ModelScorerSection]:

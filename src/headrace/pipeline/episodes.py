@@ -266,7 +266,7 @@ async def evaluate(
             episode = make_episode(prompt, sample)
             try:
                 await episode.prepare()
-                rollout = rollouts[p, sample] = await run_episode(episode, scoring)
+                rollout = rollouts[p, sample] = await run_episode(episode, scoring, heldout=True)
             finally:
                 await episode.discard()
             if rollout.reason.startswith(GATEWAY_DIED):

@@ -105,6 +105,7 @@ def build_trainer(
         total_steps=config.run.versions * config.delivery.publish_every,
         warm_start=config.warm_start,
         teacher=_teacher(config, input_device(model)),
+        teacher_recorded=bool(config.teachers),
         ranks=ranks,
         spans=spans,
         adapter=adapter,
