@@ -103,7 +103,9 @@ JUDGE_KEYS = {
     "combine", "temperature", "max_tokens", "cache",
 }  # fmt: skip
 PROCESS_REWARD_KEYS = {*MODEL_SCORER_KEYS, "markers", "tag", "good", "bad", "whole", "cancel_below", "when"}
-TEACHER_KEYS = {*MODEL_SCORER_KEYS, "url", "served_model", "api_key", "tokenizer"}
+TEACHER_KEYS = {
+    *MODEL_SCORER_KEYS, "url", "served_model", "api_key", "tokenizer", "policy", "decay", "versions_ago", "every",
+}  # fmt: skip
 POLICY_KEYS = {"model", "engine", "buffer", "algorithm", "training", "lora", "warm_start", "delivery"}
 NOT_SECTIONS = {"task", "task_name", "policy_name", "scorers"}
 

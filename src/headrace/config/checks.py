@@ -355,6 +355,9 @@ def check_teachers(config: Config) -> None:
             raise ConfigError(
                 f"[scorers.{name}] url: a server scores at temperature 1, and [rollouts] temperature is not"
             )
+    if config.moving_teachers and (config.training.processes > 1 or config.training.offload or config.lora):
+        name = next(iter(config.moving_teachers))
+        raise ConfigError(f"[scorers.{name}] policy: not with several [training] ranks, offload or [lora]")
     if "teacher_field" in _changed(algorithm) and len(outside) < 2:
         raise ConfigError("[algorithm] teacher_field: there are no several teachers to choose from")
     if loss == "distillation" and algorithm.teacher_weight is not None:

@@ -50,7 +50,7 @@ from headrace.scoring.process_reward import ProcessRewardScorer
 from headrace.scoring.programs import Program
 from headrace.scoring.replies import EngineReplies, UrlReplies
 from headrace.scoring.rewards import WorkerScorer
-from headrace.scoring.teachers import EngineTeacher, Teacher, Teachers, UrlTeacher
+from headrace.scoring.teachers import EngineTeacher, MovingTeacher, Teacher, TeacherProcess, Teachers, UrlTeacher
 from headrace.tasks.base import Task
 from headrace.tasks.chat import ChatFormat
 from headrace.tasks.dataset import PromptFormat, Prompts, SingleTurnTask, check_contents, check_disjoint, split_heldout
@@ -374,6 +374,10 @@ def _teacher(config: Config, name: str, section: TeacherConfig) -> Teacher:
             vocabulary=facts.vocabulary,
             longest=longest_sequence(config.engine.max_length, facts.max_positions),
         )
+    if section.policy != "none":
+        follows = TeacherProcess(process_name(config, f"scorers.{name}"), timeout=section.timeout)
+        label = f"{section.policy} {section.decay} {section.versions_ago}"
+        return MovingTeacher(follows, label, k=k, vocabulary=facts.vocabulary)
     path = find_model(section.model, section.revision, key=f"[scorers.{name}] model")
     check_teacher(path, model, config.model.weights, key=f"[scorers.{name}] model")
     process = ModelProcess(process_name(config, f"scorers.{name}"), timeout=section.timeout)

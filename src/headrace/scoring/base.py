@@ -26,6 +26,7 @@ import msgspec
 
 from headrace.channel.codec import Message
 from headrace.channel.hub import Hub
+from headrace.delivery.base import Manifest, Proof
 from headrace.reference import describe
 from headrace.types import Float64Array, Int32Array, Level, Prompt, Rollout, Score, Trace
 
@@ -158,12 +159,26 @@ class Taught:
     """The mean of log(teacher / sampler) over the trained tokens. It is the reward only if there is no other score."""
 
 
+class MovingProcess(ScorerProcess, Protocol):
+    """The process of a teacher that follows the policy. It takes versions, and proves them, as engines do."""
+
+    proved: int
+    """The version that the process has proved; `NO_VERSION` before the first one and after a death."""
+
+    async def load(self, manifest: Manifest) -> Proof:
+        """Bring this version to the process, and return its answer. Raises `ScoreError` if the process is away."""
+
+
 class Teaching(Protocol):
     """The teachers of a run (see `teachers`)."""
 
     @property
     def processes(self) -> Sequence[ScorerProcess]:
         """The processes of the teachers' models."""
+
+    @property
+    def moving(self) -> Mapping[str, MovingProcess]:
+        """The processes of the teachers that follow the policy, by the names of the teachers."""
 
     async def start(self) -> None:
         """Prepare the teachers, before the first rollout."""
@@ -242,6 +257,8 @@ class Stage:
         self.processes = {one.process.name: one.process for one in self.scorers.values() if one.process is not None}
         """The processes of the models of scorers and teachers, by name."""
         self._teachers = teachers
+        self.moving: Mapping[str, MovingProcess] = {} if teachers is None else teachers.moving
+        """The processes of the teachers that follow the policy, by the names of the teachers."""
         if teachers is not None:
             self.processes |= {process.name: process for process in teachers.processes}
         self.listening = bool(self._listeners)

@@ -6,22 +6,27 @@ A rollout is scored as soon as it has ended, while the others of its group are g
 of the teacher that gave it. A score without a proved version is never used: its rollout fails.
 """
 
+import asyncio
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
+from headrace.channel.codec import Message
 from headrace.config.scorers import TeacherConfig
+from headrace.delivery.base import Manifest, Proof
 from headrace.engines.serving import LikeliestScored, ScoreLikeliest
 from headrace.errors import one_line
-from headrace.scoring.asking import Asking, NoUseToRetry
-from headrace.scoring.base import Ended, ScoreError, ScorerProcess, Taught
-from headrace.scoring.model_process import ModelProcess
+from headrace.scoring.asking import Asking, NoUseToRetry, Unreachable
+from headrace.scoring.base import Ended, MovingProcess, ScoreError, ScorerProcess, Taught
+from headrace.scoring.model_process import ModelEngine, ModelProcess
 from headrace.scoring.server import SHOWN, Server
 from headrace.types import NO_VERSION, Float32Array, Int32Array, Prompt, Score, TeacherScores, Trace
+
+M = TypeVar("M", bound=Message)
 
 SMALLEST_TAIL = 1e-9
 """The smallest probability of a tail that is computed as one minus the sum of others."""
@@ -71,6 +76,60 @@ class EngineTeacher:
             token_ids=token_ids, temperatures=temperatures, k=self._k, vocabulary=self._vocabulary
         )
         return (await self.process.ask(question, LikeliestScored)).scores
+
+
+class TeacherProcess(ModelEngine):
+    """The process of a teacher that follows the policy. It scores nothing before it has proved a version."""
+
+    def __init__(self, name: str, *, timeout: float) -> None:
+        super().__init__(name, timeout=timeout)
+        self.proved = NO_VERSION
+        self.known: set[int] = set()
+        """Every version that this process, or one before it, has proved."""
+        self._serves = asyncio.Event()
+
+    def lost(self, reason: str) -> None:
+        """See `ModelProcess.lost`. The weights are lost with the process."""
+        super().lost(reason)
+        self.proved = NO_VERSION
+        self._serves.clear()
+
+    async def load(self, manifest: Manifest) -> Proof:
+        """See `MovingProcess.load`."""
+        engine = await self.engine()
+        proof = await engine.load(manifest)
+        if proof.accepted:
+            self.proved = proof.version
+            self.known.add(proof.version)
+            self._serves.set()
+        elif proof.quarantined:
+            self.proved = NO_VERSION
+            self._serves.clear()
+        return proof
+
+    async def ask(self, message: Message, reply: type[M]) -> M:
+        """See `ModelProcess.ask`. Waits until a version is proved."""
+        try:
+            async with asyncio.timeout(self.timeout):
+                await self._serves.wait()
+        except TimeoutError:
+            raise Unreachable(f"{self.name} has proved no version of the teacher yet") from None
+        return await super().ask(message, reply)
+
+
+class MovingTeacher(EngineTeacher):
+    """A teacher that follows the policy. Only scores of versions that it has proved are used."""
+
+    def __init__(self, process: TeacherProcess, label: str, *, k: int, vocabulary: int) -> None:
+        super().__init__(process, label, k=k, vocabulary=vocabulary)
+        self.moving = process
+
+    async def score(self, token_ids: Int32Array, temperatures: Float32Array) -> TeacherScores:
+        """See `Teacher.score`."""
+        scores = await super().score(token_ids, temperatures)
+        if strange := set(scores.versions[1:].tolist()) - self.moving.known:
+            raise ScoreError(f"it gave scores of version {min(strange)}, which was not proved")
+        return scores
 
 
 class UrlTeacher:
@@ -167,6 +226,11 @@ class Teachers:
     def processes(self) -> list[ScorerProcess]:
         """The processes of the teachers' models."""
         return [one.process for one in self._teachers.values() if one.process is not None]
+
+    @property
+    def moving(self) -> dict[str, MovingProcess]:
+        """The processes of the teachers that follow the policy, by the names of the teachers."""
+        return {name: one.moving for name, one in self._teachers.items() if isinstance(one, MovingTeacher)}
 
     async def start(self) -> None:
         """Prepare all teachers."""

@@ -21,11 +21,13 @@ from headrace.channel.codec import decode, encode
 from headrace.config import make_config
 from headrace.config.schema import EngineConfig
 from headrace.config.scorers import TeacherConfig
+from headrace.delivery.base import Canary, Manifest, Proof
 from headrace.engines.embedded.core import EngineCore
+from headrace.engines.serving import LikeliestScored, Load, LoadProved
 from headrace.errors import ConfigError, HeadraceError, UserError
 from headrace.models.attention import ATTENTION
 from headrace.scoring.base import Ended, ScoreError, Scorer, Stage, Turn
-from headrace.scoring.teachers import Teachers, UrlTeacher
+from headrace.scoring.teachers import MovingTeacher, TeacherProcess, Teachers, UrlTeacher
 from headrace.types import NO_VERSION, Float32Array, Group, Int32Array, Prompt, Rollout, Score, TeacherScores, Trace
 
 SECTION = TeacherConfig(model="m", retries=0, timeout=5.0)
@@ -157,6 +159,53 @@ def test_batches_have_the_scores_and_refuse_to_mix_them() -> None:
         assemble([group(1, 3), group(2, 4)], step=1, version=0, **keys)
 
 
+# ---- a teacher that follows the policy
+
+
+class Answers:
+    """A hub on which a teacher's process proves some versions, and scores under the one that it says."""
+
+    def __init__(self, scored: int, accepted: bool = True) -> None:
+        self.scored, self.accepted = scored, accepted
+
+    async def request(self, name: str, message: Any, reply: Any, *, timeout: float) -> Any:
+        if isinstance(message, Load):
+            version = message.manifest.version
+            return LoadProved(proof=Proof(engine=name, version=version, accepted=self.accepted, reason="no"))
+        found = TeacherScores.of_unscored(len(message.token_ids), 0)
+        found.versions[1:] = self.scored
+        return LikeliestScored(scores=found)
+
+
+def manifest_of(version: int) -> Manifest:
+    canary = Canary(token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32))
+    places = {"transport": "shm", "location": "", "entries": [], "plan_digest": 0, "digest": 0, "canary": canary}
+    return Manifest(version=version, parent=-1, step=0, **places)
+
+
+async def test_a_moving_teacher_scores_only_under_versions_that_it_has_proved() -> None:
+    tokens, heat = np.arange(3, dtype=np.int32), np.ones(3, np.float32)
+    process = TeacherProcess("scorer-0", timeout=0.2)
+    teacher = MovingTeacher(process, "ema", k=0, vocabulary=VOCABULARY)
+    hub = Answers(scored=4)
+    process.connect(hub)
+    with pytest.raises(ScoreError, match="scorer-0 has proved no version of the teacher yet"):
+        await teacher.score(tokens, heat)
+    assert (await process.load(manifest_of(4))).accepted
+    assert (await teacher.score(tokens, heat)).versions.tolist() == [-1, 4, 4]
+    hub.accepted = False
+    assert not (await process.load(manifest_of(5))).accepted
+    assert process.proved == 4
+    hub.scored = 5
+    with pytest.raises(ScoreError, match="it gave scores of version 5, which was not proved"):
+        await teacher.score(tokens, heat)
+    process.lost("killed")
+    process.back()
+    assert process.proved == NO_VERSION
+    with pytest.raises(ScoreError, match="has proved no version"):
+        await teacher.score(tokens, heat)
+
+
 # ---- a server
 
 
@@ -273,7 +322,7 @@ SERVER = ["scorers.big.url=http://x/v1", "scorers.big.served_model=n", "scorers.
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        (TEACHER, r"\[scorers.big\] model: give the model of the teacher, or the url"),
+        (TEACHER, r"\[scorers.big\] model: give the model of the teacher, the url"),
         ([*TEACHER, "scorers.big.url=http://x"], r"\[scorers.big\] served_model: it is given with url"),
         ([*TEACHER, "scorers.big.model=m", "scorers.big.tokenizer=t"], r"\[scorers.big\] tokenizer: it is given with"),
         ([*TEACHER, *SERVER, "scorers.big.url=x"], r"\[scorers.big\] url: 'x' is not a URL"),
@@ -281,6 +330,11 @@ SERVER = ["scorers.big.url=http://x/v1", "scorers.big.served_model=n", "scorers.
         ([*TEACHER, "scorers.big.model=m", "rollouts.top_p=0.9"], r"\[scorers.big\]: a teacher outside of the trainer"),
         ([*TEACHER, "scorers.big.model=m", "algorithm.teacher=t"], r"\[algorithm\] teacher: \[scorers.big\] is a"),
         ([*TEACHER, "scorers.big.model=m", "algorithm.teacher_field=f"], r"\[algorithm\] teacher_field: there are"),
+        ([*TEACHER, "scorers.big.model=m", "scorers.big.policy=ema"], r"\[scorers.big\] model: give the model"),
+        ([*TEACHER, "scorers.big.model=m", "scorers.big.every=2"], r"\[scorers.big\] every: only policy = 'ema' or"),
+        ([*TEACHER, "scorers.big.policy=ema", "scorers.big.versions_ago=2"], r"versions_ago: only policy = 'earlier'"),
+        ([*TEACHER, "scorers.big.policy=ema", "training.ranks=2"], r"\[scorers.big\] policy: not with several"),
+        ([*TEACHER, "scorers.big.policy=ema", "scorers.big.dtype=bfloat16"], r"\[scorers.big\] dtype: a teacher that"),
         ([*TEACHER, "scorers.big.model=m", "algorithm.loss=grpo"], r"\[scorers.big\]: nothing learns from a teacher"),
     ],
 )
