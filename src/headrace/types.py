@@ -13,6 +13,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from headrace.errors import HeadraceError
+
 Int16Array = npt.NDArray[np.int16]
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -196,13 +198,16 @@ class TeacherScores(msgspec.Struct, kw_only=True):
     def joined(parts: Sequence[tuple[int, TeacherScores | None]]) -> TeacherScores | None:
         """Join the scores of consecutive parts, each (number of tokens, scores). None if no part has any.
 
-        Raises `ValueError` if the parts have different numbers of likeliest tokens.
+        Raises `HeadraceError` if the parts have different numbers of likeliest tokens.
         """
         known = {scores.k for _, scores in parts if scores is not None}
         if not known:
             return None
         if len(known) > 1:
-            raise ValueError(f"scores with {min(known)} and with {max(known)} likeliest tokens cannot be joined")
+            raise HeadraceError(
+                f"rollouts with {min(known)} and with {max(known)} likeliest tokens of a teacher cannot be trained "
+                "together: resume with the [algorithm] teacher_top_k that they were scored with"
+            )
         k = known.pop()
         every = [TeacherScores.of_unscored(n, k) if scores is None else scores for n, scores in parts]
         return TeacherScores(

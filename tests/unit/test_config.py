@@ -15,6 +15,7 @@ from headrace.config import (
     GymTaskConfig,
     JudgeConfig,
     ProgramConfig,
+    TeacherConfig,
     dump_config,
     load_config,
     make_config,
@@ -47,7 +48,7 @@ KEYS = {
     "buffer": {"depth", "max_lag", "groups", "on_stale", "correct_above", "filter", "oversample"},
     "algorithm": {
         "advantage", "loss", "clip_low", "clip_high", "sapo_tau_positive", "sapo_tau_negative", "dppo_delta",
-        "proximal_mix", "proximal", "teacher", "teacher_divergence", "teacher_top_k", "teacher_weight",
+        "proximal_mix", "proximal", "teacher", "teacher_divergence", "teacher_top_k", "teacher_weight", "teacher_field",
         "kl", "kl_weight", "entropy_weight",
         "corrections", "tis_cap", "icepop_low", "icepop_high", "mis_ratio", "mis_low", "mis_high",
         "opsm_limit", "overlong_buffer", "overlong_penalty", "length_penalty", "mask_overlong", "normalize",
@@ -110,6 +111,9 @@ JUDGE_KEYS = {
     "combine", "temperature", "max_tokens", "cache",
 }  # fmt: skip
 PROCESS_REWARD_KEYS = {*MODEL_SCORER_KEYS, "markers", "tag", "good", "bad", "whole", "cancel_below", "when"}
+TEACHER_KEYS = {
+    *MODEL_SCORER_KEYS, "url", "served_model", "api_key", "tokenizer", "policy", "decay", "versions_ago", "every",
+}  # fmt: skip
 POLICY_KEYS = {"model", "engine", "buffer", "algorithm", "training", "lora", "warm_start", "delivery"}
 NOT_SECTIONS = {"task", "task_name", "policy_name", "scorers"}
 
@@ -150,9 +154,8 @@ def test_keys_are_pinned() -> None:
     pinned = {
         AgentTaskConfig: AGENT_KEYS, DatasetTaskConfig: DATASET_KEYS,
         EnvironmentTaskConfig: ENVIRONMENT_KEYS, GymTaskConfig: GYM_KEYS,
-        EvaluationSetConfig: SET_KEYS, FunctionScorerConfig: SCORER_KEYS,
-        JudgeConfig: JUDGE_KEYS, ProgramConfig: PROGRAM_KEYS,
-        ProcessRewardConfig: PROCESS_REWARD_KEYS,
+        EvaluationSetConfig: SET_KEYS, FunctionScorerConfig: SCORER_KEYS, JudgeConfig: JUDGE_KEYS,
+        ProgramConfig: PROGRAM_KEYS, ProcessRewardConfig: PROCESS_REWARD_KEYS, TeacherConfig: TEACHER_KEYS,
     }  # fmt: skip
     assert {kind: set(kind.__struct_fields__) for kind in pinned} == pinned
     assert set(POLICY_SECTIONS) == POLICY_KEYS

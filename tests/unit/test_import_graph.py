@@ -90,7 +90,7 @@ ARROWS = {
         "training.lora",
     },
     "rollouts": {"engines.base", "scoring.base", "tasks.base"},
-    "scoring": {"engines.base", "engines.serving", "engines.step_values"},
+    "scoring": {"delivery.base", "engines.base", "engines.serving", "engines.step_values"},
     "tasks": set(),
     "training": {
         "algorithms.losses",

@@ -61,6 +61,7 @@ OWNERS = {
     "headrace/observe/trackers/feed.py:_Feed.__init__": "The tracker is switched off, with a line.",
     "headrace/pipeline/episodes.py:Evaluations._evaluated": AWAITED,
     "headrace/rollouts/base.py:AnyEpisode.interruptible": AWAITED,
+    "headrace/scoring/base.py:Stage._begin_lesson": "The rollout fails with its error, unless it has failed already.",
     "headrace/scoring/base.py:Stage._scores": AWAITED,
     "headrace/scoring/process_reward.py:ProcessRewardScorer._send": "The next `score` raises its error.",
     "headrace/scoring/rewards.py:ThreadScorer._ask": "The judgement fails, at the latest at its deadline.",

@@ -12,7 +12,7 @@ import numpy as np
 
 from headrace.algorithms.advantages import FloatArray
 from headrace.algorithms.credit import BY_ROLLOUT, Credit, token_advantages, token_rewards
-from headrace.types import POLICY, Batch, Group, Int32Array, Kept, Rollout, Trace, join_routing
+from headrace.types import POLICY, Batch, Group, Int32Array, Kept, Rollout, TeacherScores, Trace, join_routing
 
 Normalize = Literal["token", "sequence", "constant"]
 
@@ -205,6 +205,7 @@ def _batch(
         weights=np.where(trained, per_token, 0.0).astype(np.float32),
         kept=Kept.joined([(len(trace), trace.kept) for trace in traces]),
         routing=join_routing([(len(trace), trace.routing) for trace in traces]),
+        teacher=TeacherScores.joined([(len(trace), trace.teacher) for trace in traces]),
         **rest,
     )
 

@@ -36,6 +36,7 @@ from headrace.config.schema import as_engine
 from headrace.config.scorers import ProcessRewardConfig
 from headrace.errors import HeadraceError, PeerDied, one_line
 from headrace.run_dir import RunDir
+from headrace.types import NO_VERSION
 
 
 def main(argv: Sequence[str]) -> int:
@@ -218,7 +219,8 @@ def _serve_scorer(link: WorkerLink, config: Config) -> None:
         return
     from headrace.engines.embedded.building import serve as serve_embedded
 
-    serve_embedded(link, as_engine(config, section), version=0)
+    # The weights of a model's own files are version 0. A teacher that follows the policy waits for delivered ones.
+    serve_embedded(link, as_engine(config, section), version=0 if section.model else NO_VERSION)
 
 
 def _last_step(link: WorkerLink, config: Config) -> int | None:

@@ -16,3 +16,4 @@ from headrace.config.scorers import FunctionScorerConfig as FunctionScorerConfig
 from headrace.config.scorers import JudgeConfig as JudgeConfig
 from headrace.config.scorers import ProgramConfig as ProgramConfig
 from headrace.config.scorers import ScorerConfig as ScorerConfig
+from headrace.config.scorers import TeacherConfig as TeacherConfig

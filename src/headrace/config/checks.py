@@ -59,6 +59,8 @@ def check_together(config: Config) -> None:
                 raise ConfigError(f"[{name}] {key}: invalid enum value {value!r} (one of: {allowed})")
     _check_run_name(config.run.name)
     _check_algorithm(config.algorithm, config.rollouts)
+    if not is_reference(config.algorithm.loss):
+        check_teachers(config)
     _check_engine(config)
     _check_buffer(config)
     if config.lora is not None:
@@ -343,7 +345,6 @@ def _check_group(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> None:
 def _check_loss(algorithm: AlgorithmConfig, facts: LossFacts) -> None:
     """Raise `ConfigError` if the loss contradicts the teacher, the corrections, or a key that is not at its default."""
     loss, corrections = algorithm.loss, correction_facts()
-    _check_teacher(algorithm, facts)
     for name in algorithm.corrections:
         if name in corrections.goes_by_rewards and not facts.uses_rewards:
             raise ConfigError(f"[algorithm] corrections: {name!r} goes by rewards, which loss {loss!r} does not")
@@ -367,12 +368,36 @@ def _check_loss(algorithm: AlgorithmConfig, facts: LossFacts) -> None:
             raise ConfigError(f"[algorithm] {key}: loss {loss!r} does not look at it (only {', '.join(readers)})")
 
 
-def _check_teacher(algorithm: AlgorithmConfig, facts: LossFacts) -> None:
+def check_teachers(config: Config) -> None:
     """Raise `ConfigError` if there is no teacher for a loss that needs one, or if nothing learns from a teacher."""
+    algorithm, facts, outside = config.algorithm, loss_facts(config.algorithm.loss), config.teachers
     loss, learns = algorithm.loss, needs(algorithm).teacher
-    if learns and algorithm.teacher is None:
+    if learns and algorithm.teacher is None and not outside:
         wants = f"loss {loss!r}" if "teacher" in facts.needed(algorithm) else "teacher_weight"
-        raise ConfigError(f"[algorithm] teacher: {wants} needs the directory of a model to learn from")
+        raise ConfigError(
+            f"[algorithm] teacher: {wants} needs the directory of a model to learn from, or [scorers.NAME] kind = "
+            '"teacher"'
+        )
+    for name, teacher in outside.items():
+        if algorithm.teacher is not None:
+            raise ConfigError(f"[algorithm] teacher: [scorers.{name}] is a teacher too; give one of the two")
+        if not learns:
+            raise ConfigError(
+                f"[scorers.{name}]: nothing learns from a teacher (loss 'distillation', or teacher_weight)"
+            )
+        if config.rollouts.truncates:
+            raise ConfigError(
+                f"[scorers.{name}]: a teacher outside of the trainer knows no [rollouts] top_k, top_p, min_p"
+            )
+        if teacher.url and config.rollouts.temperature != 1.0:
+            raise ConfigError(
+                f"[scorers.{name}] url: a server scores at temperature 1, and [rollouts] temperature is not"
+            )
+    if config.moving_teachers and (config.training.processes > 1 or config.training.offload or config.lora):
+        name = next(iter(config.moving_teachers))
+        raise ConfigError(f"[scorers.{name}] policy: not with several [training] ranks, offload or [lora]")
+    if "teacher_field" in _changed(algorithm) and len(outside) < 2:
+        raise ConfigError("[algorithm] teacher_field: there are no several teachers to choose from")
     if loss == "distillation" and algorithm.teacher_weight is not None:
         raise ConfigError("[algorithm] teacher_weight: loss 'distillation' learns from the teacher alone (remove it)")
     if algorithm.teacher is not None and not learns:

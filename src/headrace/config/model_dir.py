@@ -106,16 +106,21 @@ def check_teacher(path: Path, model: Path, weights: str = "load", *, key: str = 
         if theirs != ours:
             raise ModelError(f"{key}: {path} has a vocabulary of {theirs} tokens, the model one of {ours}")
         return
-    known = {id: token for token, id in vocabulary(path, key).items()}
-    for token, id in sorted(vocabulary(model, "[model] path").items(), key=lambda pair: pair[1]):
-        if known.get(id) != token:
-            there = f"is {known[id][:80]!r} there" if id in known else "does not exist there"
-            raise ModelError(f"{key}: {path} has another tokenizer: token {id}, {token[:80]!r} in the model, {there}")
+    check_tokens(path, model, key)
     if theirs < ours:
         raise ModelError(
             f"{key}: {path} has an embedding of {theirs} rows, the model one of {ours}; the teacher could not score "
             "every token that the model can draw"
         )
+
+
+def check_tokens(path: Path, model: Path, key: str) -> None:
+    """Raise `ModelError` unless every token of the model's tokenizer is the same token of the other tokenizer."""
+    known = {id: token for token, id in vocabulary(path, key).items()}
+    for token, id in sorted(vocabulary(model, "[model] path").items(), key=lambda pair: pair[1]):
+        if known.get(id) != token:
+            there = f"is {known[id][:80]!r} there" if id in known else "does not exist there"
+            raise ModelError(f"{key}: {path} has another tokenizer: token {id}, {token[:80]!r} in the model, {there}")
 
 
 def vocabulary(path: Path, key: str) -> dict[str, int]:

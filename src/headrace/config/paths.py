@@ -59,7 +59,7 @@ def _inside(value: Any, place: tuple[str, ...], base: Path, sections: Mapping[st
         return value if is_url(value) else _joined(value, Path.cwd())
     if place == ("model", "chat_template"):
         return value if is_template(value) else _joined(value, base)
-    if place[0] == "scorers" and place[2:] == ("model",):
+    if place[0] == "scorers" and place[2:] in (("model",), ("tokenizer",)):
         pinned = isinstance(values := sections["scorers"][place[1]], Mapping) and values.get("revision")
         return _model_or_data(value, base, named=bool(pinned))
     if place[:2] == ("evaluate", "sets") and place[3:] == ("path",):

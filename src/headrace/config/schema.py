@@ -30,7 +30,7 @@ from headrace.config.base import Section as Section
 from headrace.config.base import is_reference as is_reference
 from headrace.config.base import names_of as names_of
 from headrace.config.evaluate import EvaluateConfig
-from headrace.config.scorers import ModelScorerSection, ScorerConfig
+from headrace.config.scorers import ModelScorerSection, ScorerConfig, TeacherConfig
 from headrace.types import POLICY, TASK
 
 
@@ -621,17 +621,34 @@ class Config(Section, frozen=True):
         return {"task": self.task}
 
     @property
+    def teachers(self) -> dict[str, TeacherConfig]:
+        """The teachers outside of the trainer, by their names among the scorers."""
+        return {name: one for name, one in self.scorers.items() if isinstance(one, TeacherConfig)}
+
+    @property
     def scorer_models(self) -> dict[str, ModelScorerSection]:
         """The sections of the models that score in worker processes of their own. `scorer-0` is that of the first."""
         sections = {f"scorers.{name}": section for name, section in self.scorers.items()}
-        return {name: one for name, one in sections.items() if isinstance(one, ModelScorerSection) and one.model}
+        return {name: one for name, one in sections.items() if isinstance(one, ModelScorerSection) and _has_model(one)}
+
+    @property
+    def moving_teachers(self) -> dict[str, TeacherConfig]:
+        """The teachers that follow the policy, by their names among the scorers."""
+        return {name: one for name, one in self.teachers.items() if one.policy != "none"}
+
+
+def _has_model(section: ModelScorerSection) -> bool:
+    return bool(section.model) or (isinstance(section, TeacherConfig) and section.policy != "none")
 
 
 def as_engine(config: Config, scorer: ModelScorerSection) -> Config:
     """Return the configuration under which an engine of ours serves the model of a scorer."""
     return replace(
         config,
-        model=ModelConfig(path=scorer.model, revision=scorer.revision, dtype=scorer.dtype),
+        # A teacher without a model of its own follows the policy, and has its model.
+        model=ModelConfig(path=scorer.model, revision=scorer.revision, dtype=scorer.dtype)
+        if scorer.model
+        else config.model,
         engine=EngineConfig(
             device="cuda" if scorer.gpus else "cpu",
             memory_fraction=scorer.memory_fraction,

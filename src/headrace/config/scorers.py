@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from msgspec import Meta
 
 from headrace.config.base import (
+    BelowOne,
     Fraction,
     NonNegative,
     NonNegativeFloat,
@@ -159,7 +160,31 @@ class ProcessRewardConfig(ModelScorerSection, frozen=True, kw_only=True, tag="pr
     """When steps are scored: each step as soon as it ends, or all of them after the last token of the answer."""
 
 
-ScorerConfig = FunctionScorerConfig | ProgramConfig | JudgeConfig | ProcessRewardConfig
+class TeacherConfig(ModelScorerSection, frozen=True, kw_only=True, tag="teacher"):
+    """[scorers.NAME] kind = "teacher": a model that scores every token of an answer, for a loss that learns from it."""
+
+    policy: Literal["none", "ema", "earlier"] = "none"
+    """A teacher that follows the policy, in place of `model` or `url`. `ema`: an exponential moving average of the
+    policy's weights. `earlier`: the policy's version of `versions_ago` versions before."""
+    decay: BelowOne = 0.99
+    """`ema`: the share of the average that stays after every optimizer step."""
+    versions_ago: Positive = 8
+    """`earlier`: how many versions the teacher is behind the policy. The trainer keeps a copy of each of them."""
+    every: Positive = 1
+    """A teacher that follows the policy is refreshed after so many versions."""
+    url: str = ""
+    """The base URL of a vLLM server, such as "http://127.0.0.1:8000/v1", which is asked for `prompt_logprobs`. Give
+    this or `model`."""
+    served_model: str = ""
+    """The name under which the server at `url` knows the model."""
+    api_key: str = ""
+    """The environment variable that holds the API key of the server at `url`. Without one, no key is sent."""
+    tokenizer: str = ""
+    """The directory, or the name on the hub, of the model at `url`. Its tokenizer is compared with that of the trained
+    model."""
+
+
+ScorerConfig = FunctionScorerConfig | ProgramConfig | JudgeConfig | ProcessRewardConfig | TeacherConfig
 
 
 def check_scorer(place: str, scorer: ScorerConfig) -> None:
@@ -168,6 +193,28 @@ def check_scorer(place: str, scorer: ScorerConfig) -> None:
         _check_judge(place, scorer)
     if isinstance(scorer, ProcessRewardConfig):
         _check_process_reward(place, scorer)
+    if isinstance(scorer, TeacherConfig):
+        _check_teacher(place, scorer)
+
+
+def _check_teacher(place: str, teacher: TeacherConfig) -> None:
+    if [bool(teacher.model), bool(teacher.url), teacher.policy != "none"].count(True) != 1:
+        raise ConfigError(
+            f"[{place}] model: give the model of the teacher, the url of a server, or policy (one of them)"
+        )
+    readers = {"decay": ("ema",), "versions_ago": ("earlier",), "every": ("ema", "earlier")}
+    for key, kinds in readers.items():
+        if teacher.policy not in kinds and getattr(teacher, key) != getattr(TeacherConfig(), key):
+            raise ConfigError(f"[{place}] {key}: only policy = {' or '.join(map(repr, kinds))} looks at it")
+    if teacher.policy != "none" and teacher.dtype != "float32":
+        raise ConfigError(f"[{place}] dtype: a teacher that follows the policy has its dtype, [model] dtype")
+    if teacher.url and urlsplit(teacher.url).scheme not in ("http", "https"):
+        raise ConfigError(f"[{place}] url: {teacher.url!r} is not a URL such as http://127.0.0.1:8000/v1")
+    for key in ("served_model", "tokenizer"):
+        if bool(teacher.url) != bool(getattr(teacher, key)):
+            raise ConfigError(f"[{place}] {key}: it is given with url, and only with url")
+    if teacher.weight != 1.0:
+        raise ConfigError(f"[{place}] weight: a teacher has no part in a reward (see [algorithm] teacher_weight)")
 
 
 def _check_judge(place: str, judge: JudgeConfig) -> None:

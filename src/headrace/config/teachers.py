@@ -14,7 +14,10 @@ class TeacherKeys(Section, frozen=True):
 
     teacher: str | None = None
     """The model to learn from, which the trainer holds beside the policy: a directory, or a name on the hub,
-    `owner/name` or `owner/name@revision`. Its tokenizer must be that of the trained model."""
+    `owner/name` or `owner/name@revision`. Its tokenizer must be that of the trained model. A teacher outside of the
+    trainer is a scorer, `[scorers.NAME] kind = "teacher"`."""
+    teacher_field: str = "teacher"
+    """With several `[scorers.NAME]` of kind "teacher": the field of a prompt that names its teacher."""
     teacher_divergence: Literal["sampled", "forward", "reverse"] = "sampled"
     """How the policy is compared with its teacher. `sampled`: by the sampled tokens alone, which estimates KL(policy ||
     teacher). `forward`: KL(teacher || policy) over the teacher's likeliest tokens and the tail. `reverse`: KL(policy ||

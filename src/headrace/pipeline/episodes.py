@@ -298,7 +298,7 @@ async def evaluate(
             episode = make_episode(prompt, sample)
             try:
                 await episode.prepare()
-                rollout = await run_episode(episode, scoring)
+                rollout = await run_episode(episode, scoring, heldout=True)
             finally:
                 await episode.discard()
             if rollout.reason.startswith(GATEWAY_DIED):

@@ -27,12 +27,13 @@ from headrace.config import (
     ProgramConfig,
     ScorerConfig,
     TaskConfig,
+    TeacherConfig,
 )
-from headrace.config.checks import check_references, check_transport, in_section
-from headrace.config.declared import loss_facts, transport_facts
+from headrace.config.checks import check_references, check_teachers, check_transport, in_section
+from headrace.config.declared import loss_facts, needs, transport_facts
 from headrace.config.hub import fetched_dataset, find_model, model_dir, parse_name, teacher_dir, template_text
 from headrace.config.memory import longest_sequence
-from headrace.config.model_dir import check_model_dir, check_teacher, model_facts, weights_stamp
+from headrace.config.model_dir import check_model_dir, check_teacher, check_tokens, model_facts, weights_stamp
 from headrace.config.reward_model import reward_verdict, token_id, tokens_that_contain
 from headrace.config.schema import RolloutsConfig, is_reference
 from headrace.config.scorers import ModelScorerSection, ProcessRewardConfig
@@ -51,6 +52,7 @@ from headrace.scoring.process_reward import ProcessRewardScorer
 from headrace.scoring.programs import Program
 from headrace.scoring.replies import EngineReplies, UrlReplies
 from headrace.scoring.rewards import WorkerScorer
+from headrace.scoring.teachers import EngineTeacher, MovingTeacher, Teacher, TeacherProcess, Teachers, UrlTeacher
 from headrace.tasks.base import Task
 from headrace.tasks.chat import ChatFormat
 from headrace.tasks.dataset import PromptFormat, Prompts, SingleTurnTask, check_contents, check_disjoint, split_heldout
@@ -178,6 +180,7 @@ def check_extensions(config: Config) -> None:
     if is_reference(config.delivery.transport):
         check_transport(config)
     check_references(config.algorithm, config.rollouts)
+    check_teachers(config)
 
 
 @contextmanager
@@ -265,8 +268,17 @@ def make_stage(config: Config, given: Given = NOTHING) -> Stage:
     for name, scorer in config.scorers.items():
         if name in scorers or name in OWN_REWARDS:
             raise ConfigError(f"[scorers.{name}]: {name!r} is the name of the task's own reward; choose another one")
+        if isinstance(scorer, TeacherConfig):
+            continue
         scorers[name], weights[name] = _named_scorer(config, name, scorer), scorer.weight
-    return Stage(scorers, weights, tasks=tasks, timeout=config.scoring.timeout)
+    teachers = {name: _teacher(config, name, section) for name, section in config.teachers.items()}
+    return Stage(
+        scorers,
+        weights,
+        tasks=tasks,
+        timeout=config.scoring.timeout,
+        teachers=Teachers(teachers, config.teachers, field=config.algorithm.teacher_field) if teachers else None,
+    )
 
 
 def _own_scorers(config: Config, task: TaskConfig, given: Given, section: str = "") -> dict[str, Scorer]:
@@ -307,6 +319,7 @@ def _named_scorer(config: Config, name: str, scorer: ScorerConfig) -> Scorer:
             return _judge(config, name, scorer)
         case ProcessRewardConfig():
             return _process_reward(config, name, scorer)
+    raise AssertionError(f"{name} is no scorer of rewards")
 
 
 def _function_scorer(config: Config, place: str, scorer: FunctionScorerConfig) -> Scorer:
@@ -331,13 +344,10 @@ def _judge(config: Config, name: str, judge: JudgeConfig) -> Judge:
     with named(f"[scorers.{name}] template"):
         Template(template)
     if judge.url:
-        key = os.environ.get(judge.api_key, "") if judge.api_key else ""
-        if judge.api_key and not key:
-            raise ConfigError(f"[scorers.{name}] api_key: the environment variable {judge.api_key!r} is not set")
         source = UrlReplies(
             judge.url,
             judge.served_model,
-            key=key,
+            key=_api_key(f"scorers.{name}", judge.api_key),
             max_tokens=judge.max_tokens,
             temperature=judge.temperature,
             concurrency=judge.concurrency,
@@ -369,6 +379,40 @@ def _process_reward(config: Config, name: str, section: ProcessRewardConfig) -> 
         concurrency=section.concurrency,
         retries=section.retries,
     )
+
+
+def _teacher(config: Config, name: str, section: TeacherConfig) -> Teacher:
+    """Make a teacher outside of the trainer, which must have the tokens of the policy."""
+    model = model_dir(config.model)
+    facts, k = model_facts(model, config.model.weights), needs(config.algorithm).top_k
+    if section.url:
+        key = f"[scorers.{name}] tokenizer"
+        check_tokens(find_model(section.tokenizer, key=key), model, key)
+        return UrlTeacher(
+            section.url,
+            section.served_model,
+            key=_api_key(f"scorers.{name}", section.api_key),
+            concurrency=section.concurrency,
+            k=k,
+            vocabulary=facts.vocabulary,
+            longest=longest_sequence(config.engine.max_length, facts.max_positions),
+        )
+    if section.policy != "none":
+        follows = TeacherProcess(process_name(config, f"scorers.{name}"), timeout=section.timeout)
+        label = f"{section.policy} {section.decay} {section.versions_ago}"
+        return MovingTeacher(follows, label, k=k, vocabulary=facts.vocabulary)
+    path = find_model(section.model, section.revision, key=f"[scorers.{name}] model")
+    check_teacher(path, model, config.model.weights, key=f"[scorers.{name}] model")
+    process = ModelProcess(process_name(config, f"scorers.{name}"), timeout=section.timeout)
+    return EngineTeacher(process, weights_stamp(path), k=k, vocabulary=facts.vocabulary)
+
+
+def _api_key(section: str, variable: str) -> str:
+    """Return the API key in this environment variable; empty if no variable is named. Raises `ConfigError`."""
+    key = os.environ.get(variable, "") if variable else ""
+    if variable and not key:
+        raise ConfigError(f"[{section}] api_key: the environment variable {variable!r} is not set")
+    return key
 
 
 def process_name(config: Config, section: str) -> str:

@@ -349,6 +349,21 @@ class Recorder:
         else:
             self.note(f"{proof.engine} refused version {proof.version}: {proof.reason}")
 
+    def teacher_refreshed(self, teacher: str, manifest: Manifest, proof: Proof) -> None:
+        """Record the answer of a teacher's process to a version of a teacher that follows the policy."""
+        self._metrics.write(
+            "teacher",
+            teacher=teacher,
+            version=proof.version,
+            step=manifest.step,
+            accepted=proof.accepted,
+            digest=f"{manifest.digest:016x}",
+            live_digest=f"{proof.live_digest:016x}",
+            canary_error=proof.canary_error,
+        )
+        if not proof.accepted:
+            self.note(f"the teacher {teacher!r} refused version {proof.version}: {one_line(proof.reason)}")
+
     def evaluated(self, evaluation: EvaluationRecord, answers: Sequence[SampleRecord], failed: int) -> None:
         """Record the answers to held-out prompts."""
         version, moment, samples = evaluation.version, evaluation.moment, evaluation.samples

@@ -26,6 +26,7 @@ import msgspec
 
 from headrace.channel.codec import Message
 from headrace.channel.hub import Hub
+from headrace.delivery.base import Manifest, Proof
 from headrace.reference import describe
 from headrace.types import Float64Array, Int32Array, Level, Prompt, Rollout, Score, Trace
 
@@ -120,6 +121,8 @@ class Ended:
     rollout: Rollout
     turns: Sequence[Turn]
     """The turns in the order in which they were taken."""
+    heldout: bool = False
+    """Whether the rollout answers a held-out prompt, which nothing is trained on."""
 
     @property
     def completion(self) -> str:
@@ -144,6 +147,47 @@ class ScorerProcess(Protocol):
 
     def back(self) -> None:
         """Note that the process was restarted and is ready."""
+
+
+@dataclass(eq=False)
+class Taught:
+    """What a teacher says about a rollout that has ended."""
+
+    traces: list[Trace]
+    """The traces of the rollout, with the teacher's scores of their tokens."""
+    score: Score
+    """The mean of log(teacher / sampler) over the trained tokens. It is the reward only if there is no other score."""
+
+
+class MovingProcess(ScorerProcess, Protocol):
+    """The process of a teacher that follows the policy. It takes versions, and proves them, as engines do."""
+
+    proved: int
+    """The version that the process has proved; `NO_VERSION` before the first one and after a death."""
+
+    async def load(self, manifest: Manifest) -> Proof:
+        """Bring this version to the process, and return its answer. Raises `ScoreError` if the process is away."""
+
+
+class Teaching(Protocol):
+    """The teachers of a run (see `teachers`)."""
+
+    @property
+    def processes(self) -> Sequence[ScorerProcess]:
+        """The processes of the teachers' models."""
+
+    @property
+    def moving(self) -> Mapping[str, MovingProcess]:
+        """The processes of the teachers that follow the policy, by the names of the teachers."""
+
+    async def start(self) -> None:
+        """Prepare the teachers, before the first rollout."""
+
+    async def close(self) -> None:
+        """Release everything that the teachers hold. Idempotent."""
+
+    async def teach(self, ended: Ended) -> Taught:
+        """Return what the teacher of this rollout's prompt says about it. Raises `ScoreError`."""
 
 
 class Scorer(ABC):
@@ -198,6 +242,7 @@ class Stage:
         *,
         tasks: Mapping[str, str] | None = None,
         timeout: float = 30.0,
+        teachers: Teaching | None = None,
     ) -> None:
         """A scorer has weight 1 unless a weight is given. The same holds for the reward of an environment or an agent.
 
@@ -210,7 +255,12 @@ class Stage:
         self._timeout = timeout
         self._listeners = {name: one for name, one in self.scorers.items() if type(one).span is not Scorer.span}
         self.processes = {one.process.name: one.process for one in self.scorers.values() if one.process is not None}
-        """The processes of scorers' models, by name."""
+        """The processes of the models of scorers and teachers, by name."""
+        self._teachers = teachers
+        self.moving: Mapping[str, MovingProcess] = {} if teachers is None else teachers.moving
+        """The processes of the teachers that follow the policy, by the names of the teachers."""
+        if teachers is not None:
+            self.processes |= {process.name: process for process in teachers.processes}
         self.listening = bool(self._listeners)
         """Whether any scorer wants spans."""
         self._told: dict[str, str] = {}
@@ -232,11 +282,15 @@ class Stage:
             unless_started.push_async_callback(self.close)
             for scorer in self.scorers.values():
                 await scorer.start()
+            if self._teachers is not None:
+                await self._teachers.start()
             unless_started.pop_all()
 
     async def close(self) -> None:
         """Close every scorer. Idempotent."""
         await asyncio.gather(*(scorer.close() for scorer in self.scorers.values()))
+        if self._teachers is not None:
+            await self._teachers.close()
 
     def span(self, span: Span) -> None:
         """Tell the scorers about tokens that have arrived."""
@@ -271,17 +325,37 @@ class Stage:
     async def score(self, ended: Ended) -> Rollout:
         """Return the rollout with its scores and reward, or as failed with the reason."""
         rollout, judges = ended.rollout, self.judges(ended.prompt)
+        alone = not judges and not rollout.scores
+        lesson = self._begin_lesson(ended) if alone or not ended.heldout else None
         try:
             scores = await self._scores(ended, judges)
-            reward = self._reward([*rollout.scores, *scores], judges)
+            taught = await lesson if lesson is not None else None
+            if taught is not None and alone:
+                reward = taught.score.value
+            else:
+                reward = self._reward([*rollout.scores, *scores], judges)
         except ScoreError as error:
             return msgspec.structs.replace(rollout, ending="failed", reward=None, reason=str(error))
+        finally:
+            if lesson is not None:
+                lesson.cancel()
+                await asyncio.wait([lesson], timeout=CLOSE_SECONDS)
         return msgspec.structs.replace(
             rollout,
+            traces=rollout.traces if taught is None else taught.traces,
             reward=reward,
-            scores=[*rollout.scores, *scores],
+            scores=[*rollout.scores, *scores, *([] if taught is None else [taught.score])],
             metrics=_merged(rollout.metrics, scores),
         )
+
+    def _begin_lesson(self, ended: Ended) -> asyncio.Task[Taught] | None:
+        """Let the teacher score the rollout while scorers judge it. None if there is no teacher."""
+        if self._teachers is None:
+            return None
+        lesson = asyncio.create_task(self._teachers.teach(ended), name=f"teach {ended.rollout.id}")
+        # If a scorer fails first, the rollout has failed already, and nobody asks for this error.
+        lesson.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return lesson
 
     async def _scores(self, ended: Ended, judges: Sequence[str]) -> list[Score]:
         if problem := self._told.get(ended.rollout.id):

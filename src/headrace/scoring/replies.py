@@ -3,42 +3,19 @@
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
-from http import HTTPStatus
 from typing import Any, Protocol
 
-import aiohttp
 import msgspec
 import numpy as np
 
 from headrace.engines.base import Request, Sampling, closing_deltas
 from headrace.engines.serving import RemoteEngine
 from headrace.errors import ChannelError, HeadraceError, one_line
-from headrace.reference import describe
-from headrace.scoring.asking import NoUseToRetry, Unreachable
+from headrace.scoring.asking import NoUseToRetry
 from headrace.scoring.base import ScoreError
 from headrace.scoring.model_process import ModelEngine
+from headrace.scoring.server import SHOWN, Server
 from headrace.types import Int32Array
-
-REPLY_BYTES = 1 << 24
-"""The longest answer of a server. A longer one fails its question."""
-SHOWN = 200
-"""How much of a server's error is shown, in characters."""
-
-REFUSED = {
-    HTTPStatus.BAD_REQUEST,
-    HTTPStatus.UNAUTHORIZED,
-    HTTPStatus.FORBIDDEN,
-    HTTPStatus.NOT_FOUND,
-    HTTPStatus.UNPROCESSABLE_ENTITY,
-}
-"""The states with which a server refuses a question that it would refuse again."""
-BUSY = {
-    HTTPStatus.TOO_MANY_REQUESTS,
-    HTTPStatus.BAD_GATEWAY,
-    HTTPStatus.SERVICE_UNAVAILABLE,
-    HTTPStatus.GATEWAY_TIMEOUT,
-}
-"""The states with which a server, or what stands before it, says that it cannot answer now."""
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -135,56 +112,30 @@ class UrlReplies:
         self, url: str, model: str, *, key: str, max_tokens: int, temperature: float, concurrency: int
     ) -> None:
         """`key` is the API key; empty if the server needs none."""
-        self._url = f"{url.rstrip('/')}/chat/completions"
+        self._server = Server(f"{url.rstrip('/')}/chat/completions", key=key, concurrency=concurrency)
         self._settings = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._concurrency = concurrency
-        self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
         """See `Replies.start`."""
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self._concurrency),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None),
-        )
+        await self._server.start()
 
     async def close(self) -> None:
         """See `Replies.close`."""
-        if self._session is not None:
-            await self._session.close()
+        await self._server.close()
 
     async def sample(self, messages: Messages, count: int, seed: int) -> list[str]:
         """See `Replies.sample`. A server may give fewer replies than it was asked for, but must give one."""
-        if self._session is None:
-            raise ScoreError("the judge was not started")
+        url = self._server.url
         body: dict[str, Any] = {**self._settings, "messages": list(messages), "seed": seed}
         if count > 1:
             body["n"] = count
-        try:
-            async with self._session.post(
-                self._url, json=body, headers=self._headers, allow_redirects=False
-            ) as response:
-                text = await response.content.read(REPLY_BYTES + 1)
-                while len(text) <= REPLY_BYTES and (more := await response.content.read(REPLY_BYTES)):
-                    text += more
-        except (aiohttp.ClientError, OSError) as error:
-            raise Unreachable(f"{self._url} cannot be reached: {one_line(describe(error), SHOWN)}") from error
-        if response.status != HTTPStatus.OK:
-            why = one_line(text[:REPLY_BYTES].decode(errors="replace"), SHOWN)
-            failure = NoUseToRetry if response.status in REFUSED else ScoreError
-            failure = Unreachable if response.status in BUSY else failure
-            raise failure(f"{self._url} answered {response.status}: {why}")
-        if len(text) > REPLY_BYTES:
-            raise ScoreError(f"{self._url} answered with more than {REPLY_BYTES:,} bytes")
+        text = await self._server.post(body)
         try:
             choices = msgspec.json.decode(text, type=_Completion).choices
         except msgspec.MsgspecError as error:
-            raise ScoreError(
-                f"{self._url} did not answer as OpenAI's API does: {one_line(str(error), SHOWN)}"
-            ) from error
+            raise ScoreError(f"{url} did not answer as OpenAI's API does: {one_line(str(error), SHOWN)}") from error
         if not choices:
-            raise ScoreError(f"{self._url} answered without a reply")
+            raise ScoreError(f"{url} answered without a reply")
         return [choice.message.content or "" for choice in choices]
 
 

@@ -63,6 +63,9 @@ class TrainerHandle(Protocol):
     async def acknowledge(self, version: int) -> None:
         """Tell the trainer that the engines no longer need the bytes of this version."""
 
+    async def teacher_answered(self, teacher: str, version: int) -> None:
+        """Tell the trainer that the process of a teacher that follows the policy has answered this version."""
+
     async def save(self, version: int) -> Path:
         """Write a checkpoint of the current weights and return its path."""
 

@@ -17,7 +17,7 @@ from headrace.training.logprobs import Likeliest, Readings, read_row
 from headrace.training.ranks import bring_to_rest
 from headrace.training.routing import following
 from headrace.training.rows import MicroBatch
-from headrace.types import Batch, without_republished
+from headrace.types import NO_VERSION, Batch, without_republished
 
 
 class StoredWeights:
@@ -174,10 +174,8 @@ class Policies:
             found["proximal"] = FrozenPolicy(self._model, self._begun(batch).installed)
         if self._needs.teacher and not self._recorded:
             found["teacher"] = FrozenPolicy(self._teacher, follows=False, top=self._likeliest())
-        elif self._needs.teacher and (batch.teacher is None or batch.teacher.k != self._needs.top_k):
-            raise HeadraceError(
-                f"step {batch.step}: the batch does not have the scores of a teacher that its loss needs"
-            )
+        elif self._needs.teacher:
+            _check_recorded(batch, self._needs.top_k)
         return found
 
     def _likeliest(self) -> Likeliest | None:
@@ -195,3 +193,15 @@ class Policies:
             self._proximal = StoredWeights(self._model)
         self._version = version
         return self._proximal
+
+
+def _check_recorded(batch: Batch, top_k: int) -> None:
+    """Raise `HeadraceError` unless every trained token has the scores of a proved version of a teacher."""
+    scores = batch.teacher
+    if scores is None or (scores.versions[batch.trained] == NO_VERSION).any():
+        raise HeadraceError(f"step {batch.step}: the batch lacks the scores of a teacher that its loss needs")
+    if scores.k != top_k:
+        raise HeadraceError(
+            f"step {batch.step}: its tokens were scored with {scores.k} likeliest tokens of a teacher, and the loss "
+            f"needs {top_k} (resume with the [algorithm] teacher_divergence and teacher_top_k of before)"
+        )

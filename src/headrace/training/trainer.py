@@ -25,6 +25,7 @@ import torch
 from headrace.algorithms.losses.base import Loss, TokenInputs, build_loss, given, imitation, with_entropy
 from headrace.config.declared import needs
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
+from headrace.config.scorers import TeacherConfig
 from headrace.errors import HeadraceError, UserError
 from headrace.observe.spans import SpanRecorder
 from headrace.training.attention import PackedAttention
@@ -33,6 +34,7 @@ from headrace.training.checkpoints.base import TrainerState, read_state
 from headrace.training.checkpoints.saving import Saver
 from headrace.training.critic import Critic
 from headrace.training.devices import compute_dtype, input_device, upload
+from headrace.training.followers import exchanged
 from headrace.training.layers import compiled_layers, uncompiled, warm_up_batches
 from headrace.training.logprobs import EntropyOf, Readings, read_row
 from headrace.training.lora import TrainedAdapter
@@ -77,10 +79,13 @@ class Trainer:
         adapter: TrainedAdapter | None = None,
         chunk_elements: int | None = None,
         correct_above: int | None = None,
+        followers: Mapping[str, TeacherConfig] | None = None,
+        steps_per_version: int = 1,
     ) -> None:
         """Build the trainer. `teacher_recorded` says that batches have the scores of a teacher outside of the trainer.
 
-        `chunk_elements` limits how many logits exist at once, if the default does not suit.
+        `chunk_elements` limits how many logits exist at once, if the default does not suit. `followers` are the
+        teachers that follow the policy, by name.
         """
         self.model = model.eval()
         if adapter is not None:
@@ -103,7 +108,16 @@ class Trainer:
             switched_off=adapter.disabled if adapter is not None else None,
         )
         self._critic = Critic(model, algorithm, training, ranks) if algorithm.critic else None
-        self._saver = Saver(model, self._policies, ranks=ranks, half=self._half, adapter=adapter, critic=self._critic)
+        self._saver = Saver(
+            model,
+            self._policies,
+            ranks=ranks,
+            half=self._half,
+            adapter=adapter,
+            critic=self._critic,
+            followers=followers,
+            steps_per_version=steps_per_version,
+        )
         self._accumulate = partial(
             accumulate,
             model,
@@ -156,6 +170,11 @@ class Trainer:
             objective=batch.objective,
             entropy_weight=self._next_entropy_weight(metrics if policy and changed else {}),
         )
+        for follower in self._saver.followers.values():
+            if policy:
+                follower.follow(self._state.policy_steps, self.weights())
+            else:
+                follower.begin(self.weights())
         norm = _mean([update.applied.norm for update in told])
         row = self._state.skipped_in_a_row
         if row >= self._training.max_skipped:
@@ -239,6 +258,19 @@ class Trainer:
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the live trained weights, all or the adapter's, by canonical name. The next step changes them."""
         return self._saver.weights()
+
+    @contextmanager
+    def taught_by(self, follower: str) -> Iterator[dict[str, torch.Tensor]]:
+        """Give the model the weights of a teacher that follows it inside this context, and return them."""
+        held, live = self._saver.followers[follower].weights(), self.weights()
+        try:
+            with exchanged(live, held):
+                if self._half is not None:
+                    self._half.refresh()
+                yield {name: live[name] for name in held}
+        finally:
+            if self._half is not None:
+                self._half.refresh()
 
     def save(self, directory: str | Path, *, version: int = NO_VERSION, source: str | Path | None = None) -> Path:
         """Write a checkpoint `step-XXXXXXXX` below this directory, and return its path once the checkpoint is complete.

@@ -17,6 +17,7 @@ from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.receiver import BaseDigest, Installed, Receiver, Staged
 from headrace.engines.base import Counters, Delta, Request
 from headrace.engines.embedded.base import Haste
+from headrace.engines.embedded.likeliest import refusal, unpacked
 from headrace.engines.embedded.scheduler import Scheduler
 from headrace.engines.embedded.sequence import Ending, Sampled, Sequence, ending
 from headrace.engines.embedded.setup import MakeRunner, make_runner
@@ -28,7 +29,7 @@ from headrace.models.fp8 import fp8_arrivals, quantize_linears
 from headrace.models.loading import named_weights
 from headrace.models.lora import Adapter
 from headrace.observe.spans import SpanRecorder
-from headrace.types import NO_VERSION, Float32Array, Int32Array, held_back_seconds
+from headrace.types import NO_VERSION, Float32Array, Int32Array, TeacherScores, held_back_seconds
 
 PHASES = 8
 """Sequences that began together are sent at this many different moments, spread over the time that tokens are held
@@ -292,6 +293,21 @@ class EngineCore:
             if self._unproved is not None:
                 self._ready += self._prove(self._unproved)
             return self._runner.score(token_ids).result()
+
+    def score_likeliest(
+        self, token_ids: Int32Array, temperatures: Float32Array, k: int, vocabulary: int
+    ) -> TeacherScores:
+        """Return the scores of a sequence under the live weights, which are proved, and the k likeliest tokens.
+
+        Raises `UserError` if there is no proved version or the sequence cannot be scored.
+        """
+        with self._runner.active():
+            if self._unproved is not None:
+                self._ready += self._prove(self._unproved)
+            if why := refusal(token_ids, k, vocabulary, self._vocabulary, self.max_length, self.version):
+                raise UserError(why)
+            numbers = self._runner.score_likeliest(token_ids, temperatures, k, vocabulary).result()
+            return unpacked(numbers, self.version)
 
     def counters(self) -> Counters:
         """Return the counters and occupancy, at some moment near the call. Any thread may call this."""

@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from headrace.engines.embedded.base import Runner, Timings
+from headrace.engines.embedded.likeliest import read_likeliest
 from headrace.engines.embedded.sampler import draw
 from headrace.engines.embedded.scheduler import Chunk, StepPlan
 from headrace.engines.embedded.sequence import Sampled
@@ -31,7 +32,7 @@ from headrace.engines.embedded.transfer import Arriving
 from headrace.models.attention import AttentionCall, attending
 from headrace.models.experts import RoutingRecorder, RoutingShape, recording
 from headrace.models.fp8 import through_fp8
-from headrace.types import Int32Array
+from headrace.types import Float32Array, Int32Array
 
 BAND_TOKENS = 512
 """The cost of one more band, in padded tokens. Rows are split into two bands if that saves more than this."""
@@ -129,15 +130,36 @@ class HostRunner(Runner):
         ids = torch.from_numpy(np.array(token_ids, np.int64)).to(self._device)
         return Arriving(score_ids(self._model, ids))
 
+    @torch.inference_mode()
+    def score_likeliest(self, token_ids: Int32Array, temperatures: Float32Array, k: int, vocabulary: int) -> Arriving:
+        """See `Runner.score_likeliest`."""
+        return Arriving(likeliest_of(self._model, token_ids, temperatures, k, vocabulary, self._device))
+
+
+def likeliest_of(
+    model: Any, token_ids: Int32Array, temperatures: Float32Array, k: int, vocabulary: int, device: torch.device
+) -> torch.Tensor:
+    """Return what `read_likeliest` reads of tokens 1..n given their prefix."""
+    ids = torch.from_numpy(np.array(token_ids, np.int64)).to(device)
+    if len(ids) < 2:
+        return torch.zeros(0, 2 + 2 * k, device=device)
+    heat = torch.from_numpy(np.array(temperatures[1:], np.float32)).to(device)
+    return read_likeliest(sequence_logits(model, ids), ids[1:], heat, k, vocabulary)
+
+
+def sequence_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits from which tokens 1..n of a sequence would be drawn, [n - 1, V]."""
+    positions = torch.arange(len(ids) - 1, device=ids.device)
+    with attending(_DenseContext()):
+        logits: torch.Tensor = model(input_ids=ids[None, :-1], position_ids=positions[None], use_cache=False).logits[0]
+    return logits
+
 
 def score_ids(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Return the log-probabilities of tokens 1..n given their prefix ([n - 1]). `ids` must be on the model's device."""
     if len(ids) < 2:
         return torch.zeros(0, device=ids.device)
-    positions = torch.arange(len(ids) - 1, device=ids.device)
-    with attending(_DenseContext()):
-        logits = model(input_ids=ids[None, :-1], position_ids=positions[None], use_cache=False).logits[0]
-    logits = logits.float()
+    logits = sequence_logits(model, ids).float()
     scored: torch.Tensor = logits.gather(1, ids[1:, None])[:, 0] - logits.logsumexp(-1)
     return scored
 
