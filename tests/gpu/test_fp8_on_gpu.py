@@ -100,7 +100,8 @@ def test_attention_over_a_cache_in_fp8_equals_float64(dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("way", [(False, False), (True, True)], ids=["plain", "compiled"])
 def test_logprobs_with_keys_and_values_in_fp8(way: tuple[bool, bool]) -> None:
     model = make_model("qwen3", **WIDE).bfloat16().cuda()
-    reference, full = plain_twin(model, rounds_kv=True).float(), plain(model).float()
+    # Copied, because a twin shares its parameters with the model.
+    reference, full = copy.deepcopy(plain_twin(model, rounds_kv=True)).float(), plain(model).float()
     config = EngineConfig(slots=8, block_size=16, graphs=way[0], compile=way[1], kv_dtype="fp8")
     core = EngineCore(model, config, name="fp8", max_length=128, version=0)
     asked = [request(f"r{i}", prompt, 24, seed=i) for i, prompt in enumerate(prompts([3, 23, 9, 14, 40, 17, 30, 5]))]
