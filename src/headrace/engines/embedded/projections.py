@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn import Linear
+from torch.nn import Linear, Parameter
 from torch.nn.functional import linear
 
 from headrace.models.fp8 import SIBLINGS, fp8_product
@@ -26,7 +26,7 @@ class ProjectionPart(torch.nn.Module):
         super().__init__()
         self.weight = part.weight
         self.bias = part.bias
-        # In a tuple, so that they are no parameters of the model: they are the memory of its parameters.
+        # In a tuple, so that the model does not count them: they are the memory of its parameters.
         self._whole = (whole, whole_bias)
         self._first, self._last = first, first + part.out_features
 
@@ -68,13 +68,16 @@ def _fuse(module: torch.nn.Module, names: tuple[str, ...], parts: list[Linear]) 
         first += part.out_features
 
 
-def _side_by_side(parameters: list[torch.Tensor]) -> torch.Tensor:
-    """Move these parameters into one tensor, one after the other, and return the tensor."""
+def _side_by_side(parameters: list[torch.Tensor]) -> Parameter:
+    """Move these parameters into one tensor, one after the other, and return the tensor.
+
+    It is of the class of parameters, so that its sizes are constants to a compiler.
+    """
     whole = torch.cat([parameter.data for parameter in parameters])
     sizes = [len(parameter) for parameter in parameters]
     for parameter, part in zip(parameters, torch.split(whole, sizes), strict=True):
         parameter.data = part
-    return whole
+    return Parameter(whole, requires_grad=False)
 
 
 def prepare_to_merge() -> None:
