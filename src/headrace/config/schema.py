@@ -212,7 +212,7 @@ class EngineConfig(Section, frozen=True):
     """GPU: capture decode steps as CUDA graphs."""
     compile: bool = True
     """GPU: compile the model's layers when the engine starts. `docs/performance.md` says how long this takes."""
-    fuse_projections: bool = True
+    fuse_projections: bool = False
     """GPU, compiled layers: compute queries, keys and values in one matrix product, and gate and up in another. The
     parameters become views of one memory, under their own names. Layers with adapters stay as they are."""
     router_kernel: bool = False
