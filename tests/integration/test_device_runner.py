@@ -96,8 +96,8 @@ class Making:
 
     runner: Runner
 
-    def __call__(self, model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
-        self.runner, pool = make_device_runner(model, config, max_length)
+    def __call__(self, model: Any, config: EngineConfig, max_length: int, staged: int = 0) -> tuple[Runner, BlockPool]:
+        self.runner, pool = make_device_runner(model, config, max_length, staged)
         return self.runner, pool
 
 

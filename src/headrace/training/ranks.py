@@ -243,15 +243,15 @@ def global_norm(
     It is not a number if the `loss` of any rank is not finite: such a loss may have gradients that look harmless.
     """
     gradients = list(gradients)
-    blemish = torch.zeros(()) if loss is None else 0.0 * loss
     if ranks is None:
         norm = torch.nn.utils.get_total_norm(gradients)
-        return norm + blemish.to(norm)
+        # Nothing is copied between host and device here: that would wait for the device.
+        return norm if loss is None else norm + (0.0 * loss).to(norm)
     held: dict[int, list[torch.Tensor]] = {}
     for gradient in gradients:
         held.setdefault(copies(gradient, ranks), []).append(local_tensor(gradient))
     mine = sum(float(torch.nn.utils.get_total_norm(parts)) ** 2 / times for times, parts in held.items())
-    (total,) = ranks.sum_over_all([mine + float(blemish)])
+    (total,) = ranks.sum_over_all([mine + (0.0 if loss is None else 0.0 * float(loss))])
     return torch.tensor(total, dtype=torch.float64).sqrt()
 
 
