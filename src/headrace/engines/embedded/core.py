@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.receiver import BaseDigest, Installed, Receiver, Staged
@@ -25,7 +27,7 @@ from headrace.engines.embedded.staging import choose_staging
 from headrace.engines.embedded.transfer import Arriving
 from headrace.engines.requests import fork_requests, request_refusal
 from headrace.errors import DeliveryError, UserError
-from headrace.models.fp8 import fp8_arrivals, quantize_linears
+from headrace.models.fp8 import Fp8Arrivals, fp8_arrivals, quantize_linears
 from headrace.models.loading import named_weights
 from headrace.models.lora import Adapter
 from headrace.observe.spans import SpanRecorder
@@ -63,13 +65,14 @@ class EngineCore:
         """Whether staged weights are installed at once, and wait only for the work in flight."""
         if config.quantize == "fp8":
             quantize_linears(model)
-        weights = adapter.weights() if adapter is not None else named_weights(model)
-        conversion = fp8_arrivals(model, weights)
+        weights, conversion = _swapped(model, adapter)
         arriving = conversion.arriving if conversion is not None else None
         self.staging = choose_staging(model, config, max_length, weights, arriving)
         """Where new weights are staged, and why."""
         self._one_copy = self.staging.staging == "none"
         self._runner, self._pool = make_runner(model, config, max_length, self.staging.device_bytes)
+        # Again, because a runner may lay parameters out anew, at other addresses.
+        weights, conversion = _swapped(model, adapter)
         self.scheduler = Scheduler(
             self._pool,
             slots=config.slots,
@@ -454,3 +457,9 @@ class EngineCore:
 
     def _span(self, name: str) -> AbstractContextManager[None]:
         return self.spans.span(name) if self.spans is not None else nullcontext()
+
+
+def _swapped(model: Any, adapter: Adapter | None) -> tuple[dict[str, torch.Tensor], Fp8Arrivals | None]:
+    """Return the tensors that a new version replaces, where they lie now, and how versions become FP8 weights."""
+    weights = adapter.weights() if adapter is not None else named_weights(model)
+    return weights, fp8_arrivals(model, weights)
