@@ -45,7 +45,6 @@ ARROWS = {
         "delivery.digest",
         "delivery.receiver",
         "delivery.setup",
-        "delivery.shared_base",
         "delivery.transports.tcp_wire",
         "models",
     },
@@ -62,7 +61,6 @@ ARROWS = {
     "models": set(),
     "pipeline": {
         "algorithms.assemble",
-        "algorithms.credit",
         "buffer",
         "cluster.base",
         "delivery.base",
@@ -90,7 +88,7 @@ ARROWS = {
         "training.lora",
     },
     "rollouts": {"engines.base", "scoring.base", "tasks.base"},
-    "scoring": {"delivery.base", "engines.base", "engines.serving", "engines.step_values"},
+    "scoring": set(),
     "tasks": set(),
     "training": {
         "algorithms.losses",
@@ -100,7 +98,6 @@ ARROWS = {
         "delivery.plan",
         "delivery.publisher",
         "delivery.setup",
-        "delivery.shared_base",
         "delivery.transports.collectives",
         "delivery.transports.segments",
         "models",

@@ -7,17 +7,17 @@ of a model are exchanged for a while, the model gets its own weights back to the
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from headrace.config.declared import Needs
-from headrace.errors import HeadraceError, UserError
-from headrace.training.logprobs import Likeliest, Readings, read_row
+from headrace.errors import UserError
+from headrace.training.logprobs import read_row
 from headrace.training.ranks import bring_to_rest
 from headrace.training.routing import following
 from headrace.training.rows import MicroBatch
-from headrace.types import NO_VERSION, Batch, without_republished
+from headrace.types import Batch, without_republished
 
 
 class StoredWeights:
@@ -60,62 +60,28 @@ class StoredWeights:
             live.copy_(held)
 
 
-class RowScorer(Protocol):
-    """What scores the rows of a batch."""
-
-    def readings(self, rows: Sequence[MicroBatch], batch: Batch) -> list[Readings]:
-        """Return the readings of each row's targets."""
-
-
 class FrozenPolicy:
     """A policy that scores rows with a model, inside a context that turns the model into that policy."""
 
     def __init__(
-        self,
-        model: Any,
-        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        *,
-        follows: bool = True,
-        top: Likeliest | None = None,
+        self, model: Any, context: Callable[[], AbstractContextManager[Any]] = nullcontext, *, follows: bool = True
     ) -> None:
-        """Set up the policy. If it `follows`, its experts are those of the policy in training: it uses the record.
-
-        `top` asks for the policy's likeliest tokens at every target too.
-        """
+        """Set up the policy. If it `follows`, its experts are those of the policy in training: it uses the record."""
         self._model = model
         self._context = context
         self._follows = follows
-        self._top = top
-
-    def logprobs(self, rows: Sequence[MicroBatch], batch: Batch) -> list[torch.Tensor]:
-        """Return the log-probabilities of each row's targets, [M]."""
-        return [found.logprobs for found in self.readings(rows, batch)]
 
     @torch.no_grad()
-    def readings(self, rows: Sequence[MicroBatch], batch: Batch) -> list[Readings]:
-        """Return the readings of each row's targets, computed as those of the trained policy."""
+    def logprobs(self, rows: Sequence[MicroBatch], batch: Batch) -> list[torch.Tensor]:
+        """Return the log-probabilities of each row's targets, [M], computed as those of the trained policy."""
         found = []
         with self._context():
             for row in rows:
                 kept = None if batch.kept is None else batch.kept.at(row.sources)
                 temperature = batch.temperature_at(row.sources)
                 with following(self._model, row) if self._follows else nullcontext():
-                    found.append(read_row(self._model, row, temperature=temperature, kept=kept, top=self._top))
+                    found.append(read_row(self._model, row, temperature=temperature, kept=kept).logprobs)
         return found
-
-
-class Remembered:
-    """A frozen policy that scores each batch once. All batches must live as long as this object."""
-
-    def __init__(self, policy: RowScorer) -> None:
-        self._policy = policy
-        self._found: dict[int, list[Readings]] = {}
-
-    def readings(self, rows: Sequence[MicroBatch], batch: Batch) -> list[Readings]:
-        """Return the readings of each row's targets. The rows of a batch must always be the same."""
-        if id(batch) not in self._found:
-            self._found[id(batch)] = self._policy.readings(rows, batch)
-        return self._found[id(batch)]
 
 
 class Policies:
@@ -130,13 +96,9 @@ class Policies:
         needs: Needs,
         *,
         teacher: Any = None,
-        recorded: bool = False,
         switched_off: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
-        """Set up the policies. `recorded` says that batches have the scores of a teacher outside of the trainer.
-
-        `switched_off` is a context in which a model with an adapter computes as its base.
-        """
+        """Set up the policies. `switched_off` is a context in which a model with an adapter computes as its base."""
         self._model = model
         self._switched_off = switched_off
         self._needs = needs
@@ -144,8 +106,7 @@ class Policies:
         self._reference: StoredWeights | None = None
         self._proximal: StoredWeights | None = None
         self._version: int | None = None
-        self._recorded = recorded
-        if needs.teacher and teacher is None and not recorded:
+        if needs.teacher and teacher is None:
             raise UserError("[algorithm] teacher: this loss needs the model to learn from")
 
     @property
@@ -159,10 +120,7 @@ class Policies:
             self._reference = StoredWeights(self._model)
 
     def of(self, batch: Batch) -> dict[str, FrozenPolicy]:
-        """Return the policies that must score this batch before it is trained, by their names in `TokenInputs`.
-
-        Raises `HeadraceError` if a teacher outside of the trainer should have scored the batch, and has not.
-        """
+        """Return the policies that must score this batch before it is trained, by their names in `TokenInputs`."""
         found = {}
         if self._needs.reference:
             if self._reference is None:
@@ -172,17 +130,9 @@ class Policies:
             found["reference"] = FrozenPolicy(self._model, context)
         if self._needs.proximal:
             found["proximal"] = FrozenPolicy(self._model, self._begun(batch).installed)
-        if self._needs.teacher and not self._recorded:
-            found["teacher"] = FrozenPolicy(self._teacher, follows=False, top=self._likeliest())
-        elif self._needs.teacher:
-            _check_recorded(batch, self._needs.top_k)
+        if self._needs.teacher:
+            found["teacher"] = FrozenPolicy(self._teacher, follows=False)
         return found
-
-    def _likeliest(self) -> Likeliest | None:
-        """Return which of the teacher's tokens are compared: none that the policy has no row for."""
-        if not self._needs.top_k:
-            return None
-        return Likeliest(self._needs.top_k, int(self._model.get_output_embeddings().weight.shape[0]))
 
     def _begun(self, batch: Batch) -> StoredWeights:
         """Return the weights with which the version in training began: those before its first batch was trained."""
@@ -193,15 +143,3 @@ class Policies:
             self._proximal = StoredWeights(self._model)
         self._version = version
         return self._proximal
-
-
-def _check_recorded(batch: Batch, top_k: int) -> None:
-    """Raise `HeadraceError` unless every trained token has the scores of a proved version of a teacher."""
-    scores = batch.teacher
-    if scores is None or (scores.versions[batch.trained] == NO_VERSION).any():
-        raise HeadraceError(f"step {batch.step}: the batch lacks the scores of a teacher that its loss needs")
-    if scores.k != top_k:
-        raise HeadraceError(
-            f"step {batch.step}: its tokens were scored with {scores.k} likeliest tokens of a teacher, and the loss "
-            f"needs {top_k} (resume with the [algorithm] teacher_divergence and teacher_top_k of before)"
-        )
