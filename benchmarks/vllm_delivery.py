@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.bench.base import SHAPES, build_shape
+from headrace.bench.base import build_shape
 from headrace.bench.engine_checks import plain_twin, score_canary
+from headrace.bench.shapes import SHAPES
 from headrace.config.model_dir import model_facts
 from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Score, canary_sequence

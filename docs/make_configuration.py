@@ -1,7 +1,8 @@
 """Write docs/configuration.md: every TOML key with its type, default, range and meaning.
 
-The source of all of it is `src/headrace/config/schema.py`: types, ranges and defaults as msgspec reads them, meanings
-from the text below each field. `tests/unit/test_docs.py` fails when the committed page is out of date.
+The source of all of it is `src/headrace/config/schema.py` and the files that it imports sections from: types, ranges
+and defaults as msgspec reads them, meanings from the text below each field. `tests/unit/test_docs.py` fails when the
+committed page is out of date.
 
     python docs/make_configuration.py
 """
@@ -21,6 +22,7 @@ import msgspec
 from msgspec import inspect as kinds
 
 from headrace.config import schema
+from headrace.config.evaluate import EvaluateConfig, EvaluationSetConfig
 from headrace.config.load import NAMES, POLICY_SECTIONS
 from headrace.config.schema import Names
 
@@ -70,17 +72,25 @@ Some rules concern several keys. Breaking one of them is an error too:
 | `[buffer] correct_above` | It needs `[algorithm] corrections`. |
 | `[buffer] oversample` | A value above 1 needs a `filter`. |
 | `[buffer] filter` | `"zero_variance"` needs `[rollouts] group_size` of at least 2. |
-| `[rollouts] group_size` | At least 2, except for advantage `"reinforce_plus_plus"` or loss `"distillation"`. |
+| `[rollouts] group_size` | At least 2, except for `"reinforce_plus_plus"`, `"distillation"` or a critic. |
 | `[rollouts] min_group` | It must be at least 2 (1 if `group_size` is 1), and at most `group_size`. |
 | `[rollouts] top_k`, `top_p`, `min_p` | They are refused for agents, and for vLLM on a CPU. |
 | `[algorithm]` | A key that neither the chosen loss nor the chosen corrections read must not be set. |
 | `[algorithm] overlong_buffer` | It must not be above `[rollouts] max_tokens`. |
+| `[algorithm] baseline`, `outcome_weight` | They need `credit` other than `"rollout"`. |
+| `[algorithm] discount` | It needs `credit` other than `"rollout"`, or `critic`. |
+| `[algorithm] critic` | It is refused with `advantage`, `credit` and `[training] tensor_parallel` above 1. |
+| `[algorithm] baseline` | `"state"` needs `credit = "turn"`. |
+| `[algorithm] minibatches` | It must not be above `[buffer] groups`. |
+| `[algorithm] mask_overlong` | It is refused with `[buffer] filter = ["overlong"]`. |
+| `[scoring] shuffle` | It is refused with `[algorithm] critic`, and with `credit` other than `"rollout"`. |
 | `[engine] cache_tokens` | The cache must hold one answer of `max_tokens` and one more block. |
 | `[engine] python`, `urls`, `port`, `arguments` | They are refused for the embedded engine. |
 | `[engine] kind = "vllm"` | See [what does not work with vLLM](vllm.md#what-does-not-work-with-vllm). |
 | `[training] tensor_parallel` | It must divide `ranks`. |
 | `[lora] dropout` | It must be 0 if `targets` name stacked experts. |
 | `[evaluate] every` | It needs held-out prompts. |
+| `[evaluate] pass_at`, `majority_at` | No number may be above `samples`. The same holds in `[evaluate.sets.NAME]`. |
 
 [Staleness](staleness.md) explains how `depth` and `max_lag` limit the lag. [Losses](losses.md) has the formulas behind
 `[algorithm]`. [LoRA](lora.md) explains adapters.
@@ -128,11 +138,10 @@ def main() -> None:
 
 def render() -> str:
     """The whole page."""
-    notes = field_notes(inspect.getsource(schema))
     parts = [HEAD]
     for name, kind in sections():
         title, text = _title(name, kind)
-        of_kind = {key: note for cls in kind.__mro__ for key, note in notes.get(cls.__name__, {}).items()}
+        of_kind = {key: note for cls in kind.__mro__ for key, note in notes_of(cls).items()}
         parts.append(f"\n## {title}\n\n{text}\n\n" + "\n".join(_table(kind, of_kind)) + "\n")
     parts.append(TABLES)
     return "".join(parts)
@@ -149,18 +158,25 @@ def sections() -> Iterator[tuple[str, type[msgspec.Struct]]]:
                 continue
             if isinstance(kind, kinds.StructType) and kind.cls is schema.MixtureConfig:
                 continue
-            entry = kind.value_type if isinstance(kind, kinds.DictType) else kind
-            assert isinstance(entry, kinds.StructType)
-            yield field.name if entry is kind else f"{field.name}.NAME", entry.cls
+            if isinstance(kind, kinds.DictType):
+                inner = kind.value_type
+                for entry in inner.types if isinstance(inner, kinds.UnionType) else (inner,):
+                    assert isinstance(entry, kinds.StructType)
+                    yield f"{field.name}.NAME", entry.cls
+                continue
+            assert isinstance(kind, kinds.StructType)
+            yield field.name, kind.cls
+            if kind.cls is EvaluateConfig:
+                yield "evaluate.sets.NAME", EvaluationSetConfig
 
 
-def field_notes(source: str) -> dict[str, dict[str, str]]:
-    """For each class, the text below each of its fields."""
-    notes: dict[str, dict[str, str]] = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef):
-            notes[node.name] = dict(_notes_of(node.body))
-    return notes
+def notes_of(section: type) -> dict[str, str]:
+    """The text below each field of a section, from the file that has the section."""
+    if not section.__module__.startswith("headrace.config."):
+        return {}
+    [node] = ast.parse(inspect.getsource(section)).body
+    assert isinstance(node, ast.ClassDef)
+    return dict(_notes_of(node.body))
 
 
 def _notes_of(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:

@@ -54,15 +54,31 @@ def plain_losses(
     losses = [one(name, i, logp, fixed, mu, tokens, members[i], low, high, mix) for i in range(len(mu))]
     if "tis" in corrections:
         losses = [limited(loss, i, name, logp, held, tokens, 2.0) for i, loss in enumerate(losses)]
+    if "sequence_tis" in corrections:
+        for i, loss in enumerate(losses):
+            whole = math.prod(math.exp(fixed[j] - mu[j]) for j in members[i])
+            losses[i] = weighted(loss, i, name, logp, held, tokens, min(whole, 2.0))
     return torch.stack([loss if kept[i] else 0.0 * logp[i] for i, loss in enumerate(losses)])
 
 
 def limited(loss, i, name, logp, held, tokens, cap) -> torch.Tensor:
     """A token's weight is what its gradient has beside the advantage: it is at most `cap`."""
+    weight = weight_of(loss, i, name, logp, held, tokens)
+    return loss * cap / weight if weight > cap else loss
+
+
+def weighted(loss, i, name, logp, held, tokens, wanted) -> torch.Tensor:
+    """A token's weight is `wanted`, unless the loss gives it no gradient, or has no weights at all."""
+    if name == "sapo":
+        return limited(loss, i, name, logp, held, tokens, wanted)
+    weight = weight_of(loss, i, name, logp, held, tokens)
+    return loss * wanted / weight if weight > 0 and name != "reinforce" else loss
+
+
+def weight_of(loss, i, name, logp, held, tokens) -> float:
     advantage = float(tokens.teacher[i] - held[i] if name == "distillation" else tokens.advantages[i])
     [slopes] = torch.autograd.grad(loss, logp, retain_graph=True)
-    weight = abs(float(slopes[i]) / advantage) if advantage else 0.0
-    return loss * cap / weight if weight > cap else loss
+    return abs(float(slopes[i]) / advantage) if advantage else 0.0
 
 
 def kept_by(corrections, i, fixed, mu, tokens, members) -> bool:

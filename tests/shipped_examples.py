@@ -1,7 +1,7 @@
 """Every shipped TOML but two, trained for two versions, as a user would start it. Run by `make examples`.
 
 The quickstart's is trained by the integration tests, vLLM's by `make test-vllm`, whole. The real model that the others
-use is fetched first.
+use is fetched first, and the reward model of the steps is made, with hardly any training.
 """
 
 from __future__ import annotations
@@ -31,15 +31,19 @@ def main() -> int:
     tomls = sorted(path for path in (ROOT / "examples").rglob("*.toml") if path.parent.name not in ELSEWHERE)
     subprocess.run([sys.executable, "examples/smollm2/fetch.py"], cwd=ROOT, check=True)
     with tempfile.TemporaryDirectory() as directory, shared_fork_server(Path(directory)):
-        passed = sum(trains(path.relative_to(ROOT)) for path in tomls)
+        reward_model = f"{directory}/reward_model"
+        make = [sys.executable, "examples/steps/make_reward_model.py", "--steps", "5", "--out", reward_model]
+        subprocess.run(make, cwd=ROOT, check=True)
+        own = {"steps": {"scorers.steps.model": reward_model}}
+        passed = sum(trains(path.relative_to(ROOT), own.get(path.parent.name, {})) for path in tomls)
     sys.stdout.write(f"{passed} passed, {len(tomls) - passed} failed\n")
     return 0 if passed == len(tomls) else 1
 
 
-def trains(toml: Path) -> bool:
-    """Whether two versions of it are trained, delivered and accounted for."""
+def trains(toml: Path, own: dict[str, str]) -> bool:
+    """Whether two versions of it, with settings of its own, are trained, delivered and accounted for."""
     with tempfile.TemporaryDirectory() as directory:
-        settings = [f"{key}={value}" for key, value in SMALL.items()] + [f"run.directory={directory}"]
+        settings = [f"{key}={value}" for key, value in {**SMALL, **own}.items()] + [f"run.directory={directory}"]
         command = [sys.executable, "-m", "headrace", "train", str(toml), "--json"]
         command += [part for setting in settings for part in ("--set", setting)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)

@@ -13,9 +13,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from headrace.errors import HeadraceError
+
 Int16Array = npt.NDArray[np.int16]
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 Ending = Literal["finished", "truncated", "aborted", "failed"]
@@ -26,6 +29,9 @@ POLICY = "policy"
 
 TASK = "task"
 """The name of a run's task if the configuration gives the task no name."""
+
+LOW_SCORE = "low_score"
+"""The reason of a rollout that was ended because a step of it scored too low, and of a group of such rollouts."""
 
 Level = Literal["rollout", "turn", "step", "token"]
 """What a score is about: the whole rollout, a turn of the policy, a step within a turn, or tokens."""
@@ -151,6 +157,67 @@ class Kept(msgspec.Struct, kw_only=True):
         )
 
 
+class TeacherScores(msgspec.Struct, kw_only=True):
+    """A teacher's log-probabilities at n consecutive tokens, at the temperature at which each token was sampled.
+
+    A token that no teacher has scored has the version `NO_VERSION`, and its numbers have no meaning.
+    """
+
+    logprobs: Float32Array
+    """[n], of the tokens themselves."""
+    versions: Int32Array
+    """[n], the proved version of the teacher that scored the token."""
+    top_ids: Int32Array
+    """[n, k], the k likeliest tokens, in ascending order of their ids. k is 0 if only the tokens were scored."""
+    top_logprobs: Float32Array
+    """[n, k], of the likeliest tokens."""
+    tails: Float32Array
+    """[n], the logarithm of the probability of all other tokens together; 0 if k is 0."""
+
+    @property
+    def k(self) -> int:
+        """The number of likeliest tokens at each token."""
+        return int(self.top_ids.shape[1])
+
+    @classmethod
+    def of_unscored(cls, n: int, k: int) -> TeacherScores:
+        """Return the record of n tokens that no teacher has scored."""
+        return cls(
+            logprobs=np.zeros(n, np.float32),
+            versions=np.full(n, NO_VERSION, np.int32),
+            top_ids=np.zeros((n, k), np.int32),
+            top_logprobs=np.zeros((n, k), np.float32),
+            tails=np.zeros(n, np.float32),
+        )
+
+    def at(self, places: Any) -> TeacherScores:
+        """Return the scores of the tokens at these positions, which are a slice or an array, in this order."""
+        return TeacherScores(**{name: getattr(self, name)[places] for name in self.__struct_fields__})
+
+    @staticmethod
+    def joined(parts: Sequence[tuple[int, TeacherScores | None]]) -> TeacherScores | None:
+        """Join the scores of consecutive parts, each (number of tokens, scores). None if no part has any.
+
+        Raises `HeadraceError` if the parts have different numbers of likeliest tokens.
+        """
+        known = {scores.k for _, scores in parts if scores is not None}
+        if not known:
+            return None
+        if len(known) > 1:
+            raise HeadraceError(
+                f"rollouts with {min(known)} and with {max(known)} likeliest tokens of a teacher cannot be trained "
+                "together: resume with the [algorithm] teacher_top_k that they were scored with"
+            )
+        k = known.pop()
+        every = [TeacherScores.of_unscored(n, k) if scores is None else scores for n, scores in parts]
+        return TeacherScores(
+            **{
+                name: np.concatenate([getattr(scores, name) for scores in every])
+                for name in TeacherScores.__struct_fields__
+            }
+        )
+
+
 class Trace(msgspec.Struct, kw_only=True):
     """One token stream as flat arrays of equal length.
 
@@ -171,6 +238,8 @@ class Trace(msgspec.Struct, kw_only=True):
     no engine records experts."""
     temperatures: Temperatures = []
     """The temperatures at which the tokens were sampled. Older releases recorded none, and context has none."""
+    teacher: TeacherScores | None = None
+    """The scores that a teacher gave the tokens; None if no teacher was asked."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -202,6 +271,7 @@ class Trace(msgspec.Struct, kw_only=True):
             kept=Kept.joined([(len(part), part.kept) for part in parts]),
             routing=join_routing([(len(part), part.routing) for part in parts]),
             temperatures=join_temperatures((len(part), part.temperatures) for part in parts),
+            teacher=TeacherScores.joined([(len(part), part.teacher) for part in parts]),
         )
 
     def part(self, start: int, end: int) -> Trace:
@@ -214,6 +284,7 @@ class Trace(msgspec.Struct, kw_only=True):
             kept=None if self.kept is None else self.kept.at(np.arange(start, min(end, len(self)))),
             routing=None if self.routing is None else self.routing[start:end],
             temperatures=_temperatures_between(self.temperatures, start, end),
+            teacher=None if self.teacher is None else self.teacher.at(slice(start, end)),
         )
 
     def extended(self, token_ids: Int32Array, logprobs: Float32Array, versions: Int32Array, *, trained: bool) -> Trace:
@@ -304,7 +375,8 @@ class Batch(msgspec.Struct, kw_only=True):
     """The input of the trainer for one optimizer step: S sequences, flat over T tokens. A batch names no algorithm.
 
     The loss of the step is `sum(weights * token_loss)`. The normalisation is already inside `weights`, so it spans the
-    whole optimizer step, no matter how the trainer cuts the batch into micro-batches.
+    whole optimizer step, no matter how the trainer cuts the batch into micro-batches. A batch may ask for several
+    updates in its step: each update is for one of its minibatches, and the weights are normalised over that minibatch.
     """
 
     step: int
@@ -331,8 +403,41 @@ class Batch(msgspec.Struct, kw_only=True):
     """The kept set of each of the T tokens, if sampling truncates. The trainer normalises over the kept set too."""
     routing: Int16Array | None = None
     """The experts of each token, with shape [T, layers, k], as in `Trace`. The trainer's passes use these experts."""
+    teacher: TeacherScores | None = None
+    """The scores of each of the T tokens by a teacher outside of the trainer. Every trained token has been scored."""
     republished: list[int] = []
     """The version ids whose weights had another id before; see `without_republished`."""
+    rewards: Float32Array | None = None
+    """What each of the T tokens earns, for a critic. Then the critic gives the advantages, and those here are 0."""
+    minibatches: Int32Array | None = None
+    """The minibatch that each of the S sequences belongs to, counted from 0. None if there is only one."""
+    epochs: int = 1
+    """How often each minibatch is trained in the step."""
+
+    def parts(self) -> list[Batch]:
+        """Return the minibatches as batches of their own, in their order."""
+        if self.minibatches is None or not len(self.minibatches):
+            return [self]
+        return [self._part(self.minibatches == number) for number in np.unique(self.minibatches)]
+
+    def _part(self, chosen: BoolArray) -> Batch:
+        """Return the batch of the chosen sequences."""
+        places = np.flatnonzero(np.repeat(chosen, self.lengths))
+        per_token = (
+            *("token_ids", "trained", "logprobs", "versions", "advantages", "weights"),
+            *("temperatures", "routing", "rewards"),
+        )
+        arrays = {name: array[places] for name in per_token if (array := getattr(self, name)) is not None}
+        return msgspec.structs.replace(
+            self,
+            **arrays,
+            lengths=self.lengths[chosen],
+            groups=self.groups[chosen],
+            kept=None if self.kept is None else self.kept.at(places),
+            teacher=None if self.teacher is None else self.teacher.at(places),
+            minibatches=None,
+            epochs=1,
+        )
 
     def temperature_at(self, places: npt.NDArray[np.integer[Any]]) -> float | Float32Array:
         """Return the temperature of the tokens at these positions, or of each of them."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace.config.schema import EngineConfig, LoraConfig
-from headrace.delivery import transports
+from headrace.delivery import live, receiver, transports
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.digest import digest_as
+from headrace.delivery.live import DeviceCopies
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.receiver import Receiver
 from headrace.delivery.transports.base import Sender, SenderSettings
+from headrace.delivery.transports.file import FileSource
 from headrace.delivery.transports.nccl import NcclSender
+from headrace.delivery.transports.tcp import TcpSource
 from headrace.engines.base import Delta, Request, Sampling
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.engine import EngineLoop
@@ -211,7 +215,14 @@ class Serving:
     """A real embedded engine whose loop runs in a thread; every step hands out its tokens."""
 
     def __init__(
-        self, kind: str, interrupt: str = "never", kv: str = "recompute", *, base_seed: int = 0, device: str = "cpu"
+        self,
+        kind: str,
+        interrupt: str = "never",
+        kv: str = "recompute",
+        *,
+        base_seed: int = 0,
+        device: str = "cpu",
+        staging: str = "auto",
     ) -> None:
         self.kind, self.kv = kind, kv
         model = tiny(seed=base_seed).to(device)
@@ -224,6 +235,7 @@ class Serving:
             interrupt=interrupt,  # type: ignore[arg-type]
             kv=kv,  # type: ignore[arg-type]
             device=device,  # type: ignore[arg-type]
+            staging=staging,  # type: ignore[arg-type]
             graphs=False,
             compile=False,
         )
@@ -322,3 +334,54 @@ def _join(deltas: list[Delta]) -> Delta:
         finish=deltas[-1].finish,
         error=deltas[-1].error,
     )
+
+
+def watch_copies(
+    monkeypatch: Any,
+    transport: str,
+    device: str,
+    midway: Callable[[], object] = lambda: None,
+    damaged: Collection[int] = (),
+) -> None:
+    """Call `midway` when the first copy over live weights is half done. Flip a bit of the copies with these numbers."""
+    numbers = itertools.count(1)
+
+    def halves(real: Callable[..., None], targets: Any, sources: Any) -> None:
+        number, names = next(numbers), list(targets)
+        real({name: targets[name] for name in names[: len(names) // 2]}, sources)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if number == 1:
+            midway()
+        real({name: targets[name] for name in names[len(names) // 2 :]}, sources)
+        if number in damaged:
+            targets[names[-1]].view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
+
+    def spans_of(real: Callable[..., Any]) -> Callable[..., Any]:
+        @contextmanager
+        def spans(*arguments: Any) -> Iterator[Any]:
+            number, calls = next(numbers), itertools.count(1)
+            with real(*arguments) as read:
+
+                def watched(start: int, into: memoryview) -> None:
+                    call = next(calls)
+                    if (number, call) == (1, 3):
+                        midway()
+                    read(start, into)
+                    if number in damaged and call == 3:
+                        into[-1] ^= 1
+
+                yield watched
+
+        return spans
+
+    for name, source in (("file", FileSource), ("tcp", TcpSource)):
+        if name == transport:
+            monkeypatch.setattr(source, "spans", spans_of(source.spans))
+    if transport == "cuda_ipc":
+        copy_all = live.copy_all
+        monkeypatch.setattr(DeviceCopies, "copy", lambda self, plan, to, out_of: halves(copy_all, to, out_of))
+    if transport == "shm":
+        module: Any = live if device == "cuda" else receiver
+        copy_all = module.copy_all
+        monkeypatch.setattr(module, "copy_all", lambda to, out_of, **options: halves(copy_all, to, out_of))

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import zmq
-from delivery_parts import BUCKET_BYTES, KINDS, Holding, Publishing, Serving
+from delivery_parts import BUCKET_BYTES, KINDS, Holding, Publishing, Serving, watch_copies
 from delivery_zygote import Child, reading
 
 from headrace.channel.codec import decode
@@ -46,6 +46,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for name, steps in (("engine_step", ENGINE_STEPS), ("trainer_step", TRAINER_STEPS)):
         if name in metafunc.fixturenames:
             metafunc.parametrize(("transport", name, "kind"), cases(metafunc.module.TRANSPORTS, steps))
+    if "one_copy_by" in metafunc.fixturenames:
+        # A broadcast needs memory of its own on every engine.
+        metafunc.parametrize("one_copy_by", [name for name in metafunc.module.TRANSPORTS if name != "nccl"])
 
 
 def cases(transports: tuple[str, ...], steps: tuple[str, ...]) -> list[tuple[str, str, str]]:
@@ -175,6 +178,44 @@ def test_a_trainer_killed_in_a_delivery(
             assert proof.accepted and engine.holds(version), proof.reason
             trainer.tell(f"acknowledge|{version}")
             engine.go_on(version)
+        engine.loop.abort().result(30)
+        engine.check_answers()
+        trainer.tell("close")
+        trainer.hear()
+    finally:
+        engine.stop()
+    assert leftovers(directory) == []
+
+
+def test_a_trainer_killed_while_its_weights_are_copied_over_the_live_ones(
+    fork: Fork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, one_copy_by: str
+) -> None:
+    transport = one_copy_by
+    monkeypatch.setattr(receiver, "BUCKET_BYTES", 4 * BUCKET_BYTES)
+    directory = tmp_path / "weights"
+    engine = Serving("full", device=device, staging="none")
+    try:
+        engine.submit("r", 4000)
+        victim = fork("trainer", transport, "full", RUN_ID, str(directory), device)
+        assert engine.load(victim.published(1)).accepted
+        victim.tell("acknowledge|1")
+        engine.go_on(1)
+        manifest = victim.published(2)
+        watch_copies(monkeypatch, transport, device, victim.kill)
+        proof = engine.load(manifest)
+        victim.await_death(0)
+        if transport == "tcp":
+            # The rest cannot be fetched, so there is neither version 1 nor version 2.
+            assert not proof.accepted and proof.quarantined and "is gone" in proof.reason
+            partial = engine.wait(lambda found: found["r"].finish is not None)["r"]
+            assert partial.finish == "aborted" and set(partial.versions.tolist()) == {1}
+        else:
+            assert proof.accepted and engine.holds(2), "its bytes outlive it"
+        sweep()
+        sweep_storage(directory, "")
+        trainer = fork("trainer", transport, "full", RUN_ID, str(directory), device)
+        proof = engine.load(trainer.published(3))
+        assert proof.accepted and engine.holds(3), proof.reason
         engine.loop.abort().result(30)
         engine.check_answers()
         trainer.tell("close")

@@ -25,6 +25,8 @@ NOT_RUN = {
     "pip install ": "needs a network",
     "python examples/smollm2/fetch.py": "needs a network; `make examples` runs it",
     "python examples/01_loop.py": "takes long; tests/integration/test_examples_loop.py runs it",
+    "python examples/steps/make_reward_model.py": "takes minutes; `make examples` runs a small one",
+    "headrace train examples/steps/steps.toml": "needs that model; test_process_reward_run.py trains with a small one",
     "python benchmarks/": "takes minutes, or needs a GPU",
     ".venv/bin/pre-commit install": "changes the reader's checkout",
     "path/to/vllm/bin/python -m pip ": "needs a network",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "training"))
 
-from random_models import AllDouble, model_dir, random_batch, with_experts
+from random_models import AllDouble, in_minibatches, model_dir, random_batch, with_experts, with_rewards
 
 from forked_processes import PROCESSES
 from headrace.channel.codec import encode
@@ -44,6 +45,8 @@ class Case(msgspec.Struct, frozen=True):
     warm: int = 0
     """Supervised steps, before those of the policy."""
     steps_per_version: int = 1
+    epochs: int = 0
+    """How often two minibatches of each batch are trained; 0 leaves the batch whole."""
 
 
 PLAIN = Case()
@@ -53,6 +56,9 @@ CASES = {
     "kl": Case(KL),
     "recomputed": Case(AlgorithmConfig(loss="decoupled_ppo", proximal="recomputed"), steps_per_version=2),
     "distillation": Case(AlgorithmConfig(loss="distillation", teacher="teacher")),
+    "likeliest": Case(
+        AlgorithmConfig(teacher="teacher", teacher_divergence="reverse", teacher_top_k=5, teacher_weight=0.5)
+    ),
     "muon": Case(training=MUON),
 }
 
@@ -135,7 +141,10 @@ def train(trainer: Trainer, first: int, last: int, case: Case = PLAIN) -> Result
 def _batch(step: int, case: Case) -> Batch:
     objective = "imitation" if step <= case.warm else "policy"
     batch = random_batch(step % 2, step=step, temperature=0.9, objective=objective)
-    return msgspec.structs.replace(batch, version=-(-step // case.steps_per_version))
+    batch = msgspec.structs.replace(batch, version=-(-step // case.steps_per_version))
+    if case.algorithm.critic:
+        batch = with_rewards(batch)
+    return in_minibatches(batch, case.epochs) if case.epochs else batch
 
 
 def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -168,12 +177,17 @@ def read_tensors(file: Path) -> dict[str, Any]:
 def train_and_tell(ranks: Ranks, path: Path, model_path: Path, steps: int, case: Case = PLAIN) -> None:
     trainer = make_trainer(model_path, ranks, case)
     result = train(trainer, 0, steps, case)
-    poisoned = random_batch(1)
+    sound = with_rewards(random_batch(1)) if case.algorithm.critic else random_batch(1)
+    poisoned, silent = (copy.deepcopy(sound) for _ in range(2))
     if ranks.data == 0:
         # Only one rank sees what is not finite: all must skip.
         poisoned.weights[poisoned.trained] = float("nan")
     before = whole_weights(trainer)
     assert trainer.step(poisoned).skipped
+    if ranks.data == 0:
+        # A loss that is not a number, whose gradient is zero at that token: all must skip, too.
+        silent.logprobs[silent.trained] = float("nan")
+    assert trainer.step(silent).skipped
     after = whole_weights(trainer)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     with AllDouble():

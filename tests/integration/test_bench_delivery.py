@@ -44,6 +44,33 @@ def check(row: dict[str, Any]) -> None:
     assert row["ratio_to_copy"] == pytest.approx(row["gb_per_second"] / row["copy_gb_per_second"])
 
 
+def test_the_pause_of_an_engine_in_one_copy_is_shown_with_its_limit(model_dir: Path) -> None:
+    found = bench(model_dir, transports=["shm", "tcp"], staging="none", versions=1)
+    digest_seconds = found["proof"]["full"]["all_cores_digest_seconds"]
+    for row in found["rows"]:
+        assert row["pause_seconds"] == pytest.approx(row["swap_seconds"] + row["canary_seconds"])
+        copy = row["bytes_of_weights"] / (0.7 * row["copy_gb_per_second"] * 1e9)
+        assert row["pause_limit_seconds"] == pytest.approx(copy + digest_seconds + row["canary_seconds"])
+    in_place, streamed = found["rows"]
+    assert in_place["stage_seconds"] > 0 and streamed["stage_seconds"] == 0, "bytes of tcp come in the pause"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"staging": "disk"}, "--staging disk: one of device, host, none"),
+        (
+            {"staging": "none", "sends": ["delta"]},
+            "--staging none: --send delta and --transport nccl need a second copy",
+        ),
+        ({"staging": "none", "transports": ["nccl"]}, "--staging none: --send delta and --transport nccl need a"),
+    ],
+)
+def test_staging_that_cannot_be_measured_is_refused(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        DeliveryBench(**options).check()
+
+
 def test_the_command_delivers_to_two_engines(model_dir: Path) -> None:
     done = headrace(
         *("bench", "delivery", "--model-shape", str(model_dir), "--engines", "2", "--versions", "2", "--json"),

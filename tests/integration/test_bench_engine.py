@@ -80,11 +80,28 @@ def test_drawn_lengths_in_fewer_slots(model_dir: Path) -> None:
     assert peer["tokens_per_second"] * peer["seconds"] == pytest.approx(sum(lengths)), "padding is time, not tokens"
 
 
+def test_linear_layers_in_fp8_are_scored_as_rounded(model_dir: Path) -> None:
+    full, found = bench(model_dir, rescore=1.0), bench(model_dir, rescore=1.0, quantize="fp8")
+    assert found["quantize"] == "fp8" and found["kv_dtype"] == "float32" and full["quantize"] == "none"
+    # Most weights of this model are in its layers. They have one byte each, embedding and projection four.
+    assert found["parameter_bytes"] < 0.5 * full["parameter_bytes"]
+    scores = found["rescore"]
+    assert scores["mean_error"] < 0.1 * scores["kl_to_full"] ** 0.5, "the KL is about half the mean squared error"
+    assert 1e-4 < scores["kl_to_full"] < 0.2 and "kl_to_full" not in full["rescore"]
+    cached = bench(model_dir, rescore=1.0, kv_dtype="fp8")
+    assert cached["kv_dtype"] == "fp8" and cached["kv_bytes_a_token"] == full["kv_bytes_a_token"] // 4
+    assert cached["rescore"]["mean_error"] < 1e-4, "the plain model rounds keys and values too"
+    assert 1e-5 < cached["rescore"]["kl_to_full"] < 0.1
+    with pytest.raises(UserError, match="--quantize and --kv-dtype have neither --swap-every nor --peer"):
+        EngineBench(model="x", quantize="fp8", peer="generate").check()
+
+
 def test_truncated_sampling_is_scored_as_it_was_sampled(tmp_path: Path) -> None:
     make_model("qwen3_moe").save_pretrained(tmp_path)
     found = bench(tmp_path, temperature=0.8, top_p=0.9, top_k=30, rescore=1.0)
     assert found["rescore"]["max_error"] < 1e-4 and found["rescore"]["outside"] == 0
     assert found["bytes_a_step"]["weights"] < found["parameter_bytes"]
+    assert 2 <= found["experts_a_step"] <= 4, "each token chooses 2 of 4 experts"
 
 
 def test_the_tail_is_measured_by_itself(model_dir: Path) -> None:

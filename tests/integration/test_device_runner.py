@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from functools import partial
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from headrace.engines.embedded.kv_cache import BlockPool
 from headrace.engines.embedded.setup import MakeRunner, make_device_runner, make_host_runner
 from headrace.engines.embedded.transfer import StreamMark
 from headrace.models.attention import ATTENTION
+from headrace.models.experts import PRODUCTS, experts_modules
 from headrace.models.loading import named_weights
 
 # On a GPU the kernels are compiled and steps captured; elsewhere they are interpreted.
@@ -94,8 +96,8 @@ class Making:
 
     runner: Runner
 
-    def __call__(self, model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
-        self.runner, pool = make_device_runner(model, config, max_length)
+    def __call__(self, model: Any, config: EngineConfig, max_length: int, staged: int = 0) -> tuple[Runner, BlockPool]:
+        self.runner, pool = make_device_runner(model, config, max_length, staged)
         return self.runner, pool
 
 
@@ -413,7 +415,12 @@ def test_layers_are_compiled_once(family: str, monkeypatch: pytest.MonkeyPatch) 
         graphs.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))  # what is traced is the same
+    compile_by = partial(torch.compile, backend=backend)  # what is traced is the same
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda layer, *, dynamic, fullgraph, **_: compile_by(layer, dynamic=dynamic, fullgraph=fullgraph),
+    )
     torch._dynamo.reset()
     config = EngineConfig(slots=4, block_size=4, prefill_chunk=16)
     served = llama(WIDE) if family == "llama" else moe_model()
@@ -428,3 +435,20 @@ def test_layers_are_compiled_once(family: str, monkeypatch: pytest.MonkeyPatch) 
     # Of all numbers the length of a pass alone is a variable: sizes of heads and the like are constants.
     inputs = [node.meta["example_value"] for node in graphs[0].graph.nodes if node.op == "placeholder"]
     assert sum(isinstance(value, torch.SymInt) for value in inputs) == 1
+
+
+def test_experts_are_computed_and_recorded_as_on_the_host() -> None:
+    served = moe_model()
+    host, device = cores(copy.deepcopy(served))[0], cores(served)[1]
+    assert all(getattr(module, PRODUCTS) is not None for module in experts_modules(served).values())
+    answers = []
+    for core in (host, device):
+        core.submit([ask(name, prompt, max_tokens=2) for name, prompt in (("a", [1, 2]), ("b", [3]))])
+        found: dict[str, Joined] = {"a": Joined(), "b": Joined()}
+        while core.has_work:
+            for delta in core.step():
+                found[delta.id].add(delta)
+        answers.append(found)
+    for name, expected in answers[0].items():
+        assert answers[1][name].tokens == expected.tokens and answers[1][name].routing == expected.routing
+        np.testing.assert_allclose(answers[1][name].logprobs, expected.logprobs, atol=1e-5)

@@ -120,6 +120,8 @@ def test_a_scorer_of_the_users_sees_tokens_as_they_arrive(tmp_path: Path, kind: 
     assert len(rollouts) >= 3 * 2 * 4
     for rollout in rollouts:
         check(rollout, spans[rollout.id], environment=kind == "environment")
+    if kind == "environment":
+        check_shown(tmp_path / "run", rollouts)
 
 
 def check(rollout: Rollout, spans: list[dict], *, environment: bool) -> None:
@@ -137,6 +139,25 @@ def check(rollout: Rollout, spans: list[dict], *, environment: bool) -> None:
     own = [score.value for score in rollout.scores if score.scorer == "environment"]
     assert len(own) == environment
     assert rollout.reward == pytest.approx(sum(own) + 0.5 * whole.value)
+
+
+def check_shown(run_dir: Path, rollouts: list[Rollout]) -> None:
+    """The table, the curves and the report have the scores of turns beside those of whole answers."""
+    printed = headrace("rollouts", str(run_dir), "--text").stdout.splitlines()
+    assert " scores " in printed[0]
+    first = next(place for place, line in enumerate(printed) if line.startswith(f"{rollouts[0].id} "))
+    turns = [score for score in rollouts[0].scores if score.level == "turn"]
+    below = printed[first + 1 : first + 1 + len(turns)]
+    assert [line.split()[:3] for line in below] == [["letters", "turn", f"{score.value:.4g}"] for score in turns]
+    [entry] = json.loads(headrace("rollouts", str(run_dir), "--json", "--limit", "1").stdout)
+    assert [(one["scorer"], one["level"], one["value"]) for one in entry["scores"]] == [
+        (one.scorer, one.level, one.value) for one in rollouts[0].scores
+    ]
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in metrics if record["kind"] == "step"]
+    assert steps and all({"score/letters", "score/letters/turn", "score/environment"} <= step.keys() for step in steps)
+    report = (run_dir / "report.html").read_text()
+    assert "Scores of answers" in report and "letters, turn " in report and "letters/turn=" in report
 
 
 def test_what_is_wrong_with_a_scorer_is_one_line(tmp_path: Path) -> None:

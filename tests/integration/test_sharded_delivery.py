@@ -55,14 +55,15 @@ def test_ranks_to_one_engine(tmp_path, ranks, tensor_parallel, transport):
         sizes = [sum(entry.nbytes for entry in part.entries) for part in manifest.parts]
         assert sum(sizes) == sum(entry.nbytes for entry in manifest.entries)
         assert max(sizes) < 0.6 * sum(sizes)
-        live = named_weights(load_model(model_path))
-        receiver = Receiver(live, "engine-0")
-        proof = receiver.swap(receiver.stage(manifest), lambda tokens: manifest.canary.logprobs)
-        assert proof.accepted, proof.reason
-        assert receiver.version == 3
-        for name, tensor in expected.items():
-            assert torch.equal(live[name], tensor.float()), name
-        receiver.close()
+        for staging in ("device", "none"):
+            live = named_weights(load_model(model_path))
+            receiver = Receiver(live, "engine-0", staging=staging)
+            proof = receiver.swap(receiver.stage(manifest), lambda tokens: manifest.canary.logprobs)
+            assert proof.accepted, proof.reason
+            assert receiver.version == 3
+            for name, tensor in expected.items():
+                assert torch.equal(live[name], tensor.float()), name
+            receiver.close()
 
 
 @pytest.mark.parametrize(

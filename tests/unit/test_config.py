@@ -11,17 +11,22 @@ from headrace.config import (
     Config,
     DatasetTaskConfig,
     EnvironmentTaskConfig,
+    FunctionScorerConfig,
     GymTaskConfig,
-    ScorerConfig,
+    JudgeConfig,
+    ProgramConfig,
+    TeacherConfig,
     dump_config,
     load_config,
     make_config,
     with_settings,
 )
 from headrace.config.declared import correction_facts, losses_that_read
+from headrace.config.evaluate import EvaluationSetConfig
 from headrace.config.load import POLICY_SECTIONS
 from headrace.config.other_names import NAMES
 from headrace.config.schema import AlgorithmConfig
+from headrace.config.scorers import ProcessRewardConfig
 from headrace.errors import ConfigError
 
 MINIMAL = {"model": {"path": "m"}, "task": {"kind": "gym", "name": "spell_backward"}}
@@ -33,6 +38,7 @@ KEYS = {
         "kind", "count", "gpus", "gpus_per_engine",
         "threads", "slots", "block_size", "cache_tokens", "max_length", "prefill_chunk", "interrupt",
         "kv", "device", "graphs", "compile", "python", "urls", "port", "arguments", "memory_fraction",
+        "expert_kernels", "fuse_projections", "router_kernel", "quantize", "kv_dtype", "staging",
     },
     "rollouts": {
         "group_size", "max_tokens", "max_turns", "temperature", "stop", "top_k", "top_p", "min_p", "keep_routing",
@@ -42,9 +48,13 @@ KEYS = {
     "buffer": {"depth", "max_lag", "groups", "on_stale", "correct_above", "filter", "oversample"},
     "algorithm": {
         "advantage", "loss", "clip_low", "clip_high", "sapo_tau_positive", "sapo_tau_negative", "dppo_delta",
-        "proximal_mix", "proximal", "teacher", "kl", "kl_weight", "entropy_weight",
+        "proximal_mix", "proximal", "teacher", "teacher_divergence", "teacher_top_k", "teacher_weight", "teacher_field",
+        "kl", "kl_weight", "entropy_weight",
         "corrections", "tis_cap", "icepop_low", "icepop_high", "mis_ratio", "mis_low", "mis_high",
-        "opsm_limit", "overlong_buffer", "overlong_penalty", "length_penalty", "normalize",
+        "opsm_limit", "overlong_buffer", "overlong_penalty", "length_penalty", "mask_overlong", "normalize",
+        "credit", "discount", "baseline", "outcome_weight", "reward_kl", "reward_kl_weight", "entropy_target",
+        "entropy_rate", "minibatches", "epochs", "critic", "gae_lambda",
+        "critic_learning_rate", "value_weight", "sequence_tis_ratio", "sequence_tis_low", "sequence_tis_high",
     },
     "training": {
         "threads", "learning_rate", "warmup_steps", "schedule", "weight_decay", "beta1", "beta2", "clip_norm",
@@ -53,13 +63,16 @@ KEYS = {
         "ranks", "gpus", "tensor_parallel", "compute_dtype", "activation_checkpointing", "offload",
         "device", "compile",
     },
-    "lora": {"rank", "alpha", "dropout", "targets", "modules", "base", "serve"},
+    "lora": {"rank", "alpha", "dropout", "targets", "modules", "base", "serve", "share_base"},
     "warm_start": {"steps", "batch", "learning_rate"},
     "delivery": {
         "transport", "directory", "keep_files", "bind", "send", "dtype", "rolling", "patience", "publish_every",
         "canary_tokens", "canary_tolerance", "deadline",
     },
-    "evaluate": {"every", "prompts", "during", "samples", "temperature", "deadline"},
+    "evaluate": {
+        "every", "prompts", "during", "samples", "temperature", "deadline", "pass_at", "majority_at", "answer_pattern",
+        "sets",
+    },
     "gateway": {"serve", "bind", "port", "connections", "max_body", "queue"},
     "pipeline": {"launcher", "stall_seconds", "start_seconds", "restarts", "one_gpu", "record"},
     "cluster": {"hosts", "address", "silence_seconds", "wait_seconds", "trusted_network"},
@@ -84,6 +97,23 @@ DATASET_KEYS = {*PROMPT_KEYS, "format", "reward", "reward_weights"}
 GYM_KEYS = {"name", "config", "size", "system", "suffix", "answer_pattern", "weight"}
 ENVIRONMENT_KEYS = {"factory", "config", "weight"}
 SCORER_KEYS = {"scorer", "weight", "config"}
+SET_KEYS = {
+    "path", "revision", "subset", "split", "fields", "task", "prompts", "samples", "temperature", "max_tokens", "top_k",
+    "top_p", "min_p", "pass_at", "majority_at", "answer_pattern",
+}  # fmt: skip
+SERVED_KEYS = {"weight", "concurrency", "timeout", "retries", "patience"}
+PROGRAM_KEYS = {*SERVED_KEYS, "command", "memory", "processes", "network", "environment"}
+MODEL_SCORER_KEYS = {
+    *SERVED_KEYS, "model", "revision", "dtype", "gpus", "memory_fraction", "threads", "cores", "slots", "max_length",
+}  # fmt: skip
+JUDGE_KEYS = {
+    *MODEL_SCORER_KEYS, "template", "system", "url", "served_model", "api_key", "pattern", "field", "words", "samples",
+    "combine", "temperature", "max_tokens", "cache",
+}  # fmt: skip
+PROCESS_REWARD_KEYS = {*MODEL_SCORER_KEYS, "markers", "tag", "good", "bad", "whole", "cancel_below", "when"}
+TEACHER_KEYS = {
+    *MODEL_SCORER_KEYS, "url", "served_model", "api_key", "tokenizer", "policy", "decay", "versions_ago", "every",
+}  # fmt: skip
 POLICY_KEYS = {"model", "engine", "buffer", "algorithm", "training", "lora", "warm_start", "delivery"}
 NOT_SECTIONS = {"task", "task_name", "policy_name", "scorers"}
 
@@ -97,12 +127,35 @@ def test_names_of_other_libraries_lead_to_keys_that_exist() -> None:
         assert name not in elsewhere, f"{name} is a key here too"
 
 
+ALONE = ["algorithm.loss=distillation", "algorithm.teacher=t"]
+BESIDE = ["algorithm.teacher=t", "algorithm.teacher_weight=0.5"]
+TEACHER_MISTAKES = [
+    (["algorithm.teacher_weight=1.0"], r"\[algorithm\] teacher: teacher_weight needs the directory"),
+    ([*ALONE, "algorithm.teacher_weight=1.0"], r"teacher_weight: loss 'distillation' learns from the teacher alone"),
+    ([*BESIDE, "algorithm.teacher_top_k=4"], r"\[algorithm\] teacher_top_k: only teacher_divergence 'forward' and"),
+    (
+        [*ALONE, "algorithm.teacher_divergence=reverse", 'algorithm.corrections=["tis"]'],
+        r"'tis' limits importance weights, and teacher_divergence 'reverse' has none",
+    ),
+    (
+        [*BESIDE, "algorithm.teacher_divergence=reverse", "rollouts.top_p=0.9"],
+        r"\[algorithm\] teacher_divergence: 'reverse' compares whole distributions",
+    ),
+]
+
+
+def test_any_loss_may_have_a_teacher_beside_its_rewards() -> None:
+    more = ["algorithm.teacher_divergence=forward", "algorithm.teacher_top_k=4", "algorithm.loss=grpo"]
+    assert make_config(MINIMAL, [*BESIDE, *more]).algorithm.teacher_top_k == 4
+
+
 def test_keys_are_pinned() -> None:
     config = make_config({**MINIMAL, "lora": {}})
     pinned = {
         AgentTaskConfig: AGENT_KEYS, DatasetTaskConfig: DATASET_KEYS,
         EnvironmentTaskConfig: ENVIRONMENT_KEYS, GymTaskConfig: GYM_KEYS,
-        ScorerConfig: SCORER_KEYS,
+        EvaluationSetConfig: SET_KEYS, FunctionScorerConfig: SCORER_KEYS, JudgeConfig: JUDGE_KEYS,
+        ProgramConfig: PROGRAM_KEYS, ProcessRewardConfig: PROCESS_REWARD_KEYS, TeacherConfig: TEACHER_KEYS,
     }  # fmt: skip
     assert {kind: set(kind.__struct_fields__) for kind in pinned} == pinned
     assert set(POLICY_SECTIONS) == POLICY_KEYS
@@ -152,7 +205,7 @@ def test_keys_are_pinned() -> None:
         ),
         (
             'algorithm.corrections=["tsi"]',
-            "[algorithm] corrections.0: invalid enum value 'tsi' (one of: tis, icepop, mis, opsm)",
+            "[algorithm] corrections.0: invalid enum value 'tsi' (one of: tis, sequence_tis, icepop, mis, opsm)",
         ),
         ("algorithm.corrections=tis", "[algorithm] corrections: expected `array`, got `str`"),
         ("task.kind=bandit", "[task] kind: invalid value 'bandit' (one of: dataset, gym, environment, agent)"),
@@ -227,14 +280,60 @@ def test_values_that_cannot_go_together() -> None:
         make_config(MINIMAL, ["rollouts.max_tokens=64", "algorithm.overlong_buffer=65"])
     with pytest.raises(ConfigError, match=r"\[algorithm\] proximal_mix: a proximal policy that is recomputed"):
         make_config(MINIMAL, ["algorithm.proximal=recomputed", "algorithm.proximal_mix=0.5"])
+    for key in ("discount=0.9", "baseline=group", "outcome_weight=1"):
+        with pytest.raises(ConfigError, match=r"\[algorithm\] \w+: credit is 'rollout', so nothing finer is compared"):
+            make_config(MINIMAL, [f"algorithm.{key}"])
+    with pytest.raises(ConfigError, match=r"\[algorithm\] baseline: 'state' is what precedes a turn"):
+        make_config(MINIMAL, ["algorithm.credit=step", "algorithm.baseline=state"])
+    with pytest.raises(
+        ConfigError, match=r"\[scoring\] shuffle: only the rewards .* credit = 'turn' learns from finer"
+    ):
+        make_config(MINIMAL, ["algorithm.credit=turn", "scoring.shuffle=true"])
+    with pytest.raises(ConfigError, match=r"\[algorithm\] reward_kl_weight: reward_kl is 'none'"):
+        make_config(MINIMAL, ["algorithm.reward_kl_weight=0.1"])
+    with pytest.raises(
+        ConfigError, match=r"\[algorithm\] reward_kl: it is paid from rewards, which loss 'distillation'"
+    ):
+        make_config(MINIMAL, ["algorithm.reward_kl=k1", "algorithm.loss=distillation", "algorithm.teacher=t"])
+    with pytest.raises(ConfigError, match=r"\[algorithm\] entropy_rate: there is no entropy_target to follow"):
+        make_config(MINIMAL, ["algorithm.entropy_rate=0.1"])
+    with pytest.raises(ConfigError, match=r"\[algorithm\] sequence_tis_low: 3.0 is above sequence_tis_high 2.0"):
+        make_config(MINIMAL, ["algorithm.sequence_tis_low=3.0"])
+    for key in ("gae_lambda=0.5", "critic_learning_rate=0.1", "value_weight=0.1"):
+        with pytest.raises(ConfigError, match=r"\[algorithm\] \w+: there is no critic"):
+            make_config(MINIMAL, [f"algorithm.{key}"])
+    for key in ("credit=turn", "advantage=rloo"):
+        with pytest.raises(ConfigError, match=r"\[algorithm\] \w+: the critic gives every token its advantage"):
+            make_config(MINIMAL, ["algorithm.critic=true", f"algorithm.{key}"])
+    with pytest.raises(ConfigError, match=r"\[algorithm\] critic: its value head needs whole hidden states"):
+        make_config(MINIMAL, ["algorithm.critic=true", "training.ranks=2", "training.tensor_parallel=2"])
+    with pytest.raises(ConfigError, match=r"\[algorithm\] critic: it judges by rewards, which loss 'distillation'"):
+        make_config(MINIMAL, ["algorithm.critic=true", "algorithm.loss=distillation", "algorithm.teacher=t"])
+    with pytest.raises(ConfigError, match=r"\[scoring\] shuffle: only the rewards .* a critic learns from finer"):
+        make_config(MINIMAL, ["algorithm.critic=true", "scoring.shuffle=true"])
+    assert make_config(MINIMAL, ["algorithm.critic=true", "algorithm.discount=0.9", "rollouts.group_size=1"])
+    with pytest.raises(ConfigError, match=r"\[algorithm\] minibatches: 5 is above \[buffer\] groups = 4"):
+        make_config(MINIMAL, ["algorithm.minibatches=5", "buffer.groups=4"])
+    with pytest.raises(ConfigError, match=r"\[algorithm\] mask_overlong: \[buffer\] filter 'overlong' leaves"):
+        make_config(MINIMAL, ["algorithm.mask_overlong=true", 'buffer.filter=["overlong"]'])
     with pytest.raises(ConfigError, match=r"\[algorithm\] teacher: loss 'distillation' needs the directory"):
         make_config(MINIMAL, ["algorithm.loss=distillation"])
     with pytest.raises(ConfigError, match=r"\[algorithm\] teacher: only loss 'distillation' learns from one"):
         make_config(MINIMAL, ["algorithm.teacher=elsewhere"])
+    for settings, line in TEACHER_MISTAKES:
+        with pytest.raises(ConfigError, match=line):
+            make_config(MINIMAL, settings)
     with pytest.raises(ConfigError, match=r"\[algorithm\] corrections: 'opsm' goes by rewards"):
         make_config(MINIMAL, ["algorithm.loss=distillation", "algorithm.teacher=t", 'algorithm.corrections=["opsm"]'])
     with pytest.raises(ConfigError, match=r"\[engine\] cache_tokens"):
         make_config(MINIMAL, ["engine.cache_tokens=64"])
+    for other in ("lora.rank=4", "delivery.send=delta", "engine.staging=none"):
+        with pytest.raises(ConfigError, match=r'\[engine\] quantize = "fp8" does not go together with '):
+            make_config(MINIMAL, ["engine.quantize=fp8", other])
+    with pytest.raises(ConfigError, match=r'\[engine\] kv_dtype: only engine kind "embedded" has it'):
+        make_config(MINIMAL, ["engine.kv_dtype=fp8", "engine.kind=vllm", "engine.python=python"])
+    with pytest.raises(ConfigError, match=r'quantize = "fp8" does not go together with kind = "vllm"'):
+        make_config(MINIMAL, ["engine.quantize=fp8", "engine.kind=vllm", "engine.python=python"])
     with pytest.raises(ConfigError, match=r"\[lora\] targets: a name is empty"):
         make_config(MINIMAL, ['lora.targets=["q_proj", ""]'])
     with pytest.raises(ConfigError, match=r"\[lora\] modules: lm_head is one of targets too"):
@@ -321,7 +420,8 @@ def test_one_answer_is_enough_where_its_group_is_not_compared() -> None:
 CHANGED = {
     "clip_low": 0.1, "clip_high": 0.1, "sapo_tau_positive": 2.0, "sapo_tau_negative": 2.0, "dppo_delta": 0.3,
     "proximal": "recomputed", "proximal_mix": 0.5, "tis_cap": 3.0, "icepop_low": 0.4, "icepop_high": 4.0,
-    "mis_ratio": "mean", "mis_low": 0.1, "mis_high": 3.0, "opsm_limit": 1e-3,
+    "mis_ratio": "mean", "mis_low": 0.1, "mis_high": 3.0, "opsm_limit": 1e-3, "teacher_divergence": "forward",
+    "sequence_tis_ratio": "mean", "sequence_tis_low": 0.1, "sequence_tis_high": 3.0,
 }  # fmt: skip
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from headrace.config import (
     DatasetTaskConfig,
+    FunctionScorerConfig,
     GymTaskConfig,
     MixtureConfig,
-    ScorerConfig,
     dump_config,
     load_config,
     make_config,
@@ -186,8 +186,8 @@ def test_scorers_stand_in_for_a_reward(tmp_path: Path) -> None:
     assert isinstance(config.task, DatasetTaskConfig)
     assert config.task.reward is None
     assert config.scorers == {
-        "exact": ScorerConfig(scorer=f"{Path.cwd()}/scorers.py:Exact"),
-        "short": ScorerConfig(scorer="m:Short", weight=-0.5, config={"limit": 9}),
+        "exact": FunctionScorerConfig(scorer=f"{Path.cwd()}/scorers.py:Exact"),
+        "short": FunctionScorerConfig(scorer="m:Short", weight=-0.5, config={"limit": 9}),
     }
     assert saved(config, tmp_path) == config
     assert with_settings(config, ["scorers.exact.weight=2.0"]).scorers["exact"].weight == 2.0

@@ -45,6 +45,7 @@ ARROWS = {
         "delivery.digest",
         "delivery.receiver",
         "delivery.setup",
+        "delivery.shared_base",
         "delivery.transports.tcp_wire",
         "models",
     },
@@ -61,6 +62,7 @@ ARROWS = {
     "models": set(),
     "pipeline": {
         "algorithms.assemble",
+        "algorithms.credit",
         "buffer",
         "cluster.base",
         "delivery.base",
@@ -88,7 +90,7 @@ ARROWS = {
         "training.lora",
     },
     "rollouts": {"engines.base", "scoring.base", "tasks.base"},
-    "scoring": set(),
+    "scoring": {"delivery.base", "engines.base", "engines.serving", "engines.step_values"},
     "tasks": set(),
     "training": {
         "algorithms.losses",
@@ -98,6 +100,7 @@ ARROWS = {
         "delivery.plan",
         "delivery.publisher",
         "delivery.setup",
+        "delivery.shared_base",
         "delivery.transports.collectives",
         "delivery.transports.segments",
         "models",

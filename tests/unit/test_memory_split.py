@@ -18,6 +18,9 @@ from headrace.config.memory import (
     TrainerMemory,
     engine_share,
     estimate,
+    least_engine_bytes,
+    second_copy,
+    served_bytes,
     share_beside_trainer,
     teacher_facts,
     trainer_memory,
@@ -268,3 +271,16 @@ def test_another_policy_never_needs_less_and_offloading_never_more(
     assert needed() <= kl <= needed(kl="k1", loss="decoupled_ppo", proximal="recomputed")
     assert needed() <= needed(teacher)
     assert trainer_memory(changed(training=training | {"offload": True}), facts).total <= needed()
+
+
+def test_fp8_halves_the_live_weights_and_is_staged_in_both_forms() -> None:
+    rounded = 600_000_000 - 2 * TABLE
+    live = 2 * 2 * TABLE + rounded
+    for staging, expected in (("device", 600_000_000 * 2 + live), ("host", live)):
+        fp8 = changed(engine={"quantize": "fp8", "staging": staging})
+        assert served_bytes(fp8, FACTS) == live and second_copy(fp8, FACTS) == expected
+    fitting = changed(engine={"quantize": "fp8", "cache_tokens": 64})
+    assert least_engine_bytes(fitting, FACTS) == 2 * live + 64 * 2 // 4
+    assert served_bytes(changed(engine={"quantize": "none"}), FACTS) == 600_000_000 * 2
+    sparse = msgspec.structs.replace(FACTS, experts=4)
+    assert served_bytes(changed(engine={"quantize": "fp8"}), sparse) == 600_000_000 * 2, "experts are not rounded"

@@ -55,6 +55,14 @@ def test_a_server_that_quantises_is_remarked(arguments: str) -> None:
     assert said(*vllm, 'engine.arguments=["--enforce-eager"]') == []
 
 
+def test_a_rounded_engine_without_a_correction_is_remarked() -> None:
+    assert said("engine.kv_dtype=fp8")[0].startswith("[engine] kv_dtype: tokens are sampled by a rounded model (fp8)")
+    (line,) = said("engine.quantize=fp8")
+    assert line.startswith("[engine] quantize: tokens are sampled by a rounded model (fp8), so ratios are not 1")
+    assert said("engine.quantize=fp8", 'algorithm.corrections=["tis"]') == []
+    assert any(remark.startswith("[engine] quantize: ") for remark in checked("engine.quantize=fp8")["remarks"])
+
+
 def test_friction_52_routing_is_said_not_to_apply_to_agents() -> None:
     agents = {"kind": "agent", "path": "p.jsonl"}
     (line,) = said(task=agents, facts=EXPERTS)

@@ -24,12 +24,19 @@ PRIVATE = re.compile(r"_[A-Za-z]\w*")
 PRIVATE_PATH = re.compile(rf"{PACKAGE}\w*[.:][\w.:]*(?<=[.:])(?P<name>_[A-Za-z]\w*)")
 
 ATTENTION = "Transformers keeps the attention function of a model under this name, and has no public one."
+EXPERTS = "The same, for the function of a model's experts."
 ALLOWED = {
     ("contract/test_delivery.py", "_Mapped"): "No test can shorten the memory of a GPU that an engine has mapped.",
     ("unit/bench/test_engine_rescore.py", "_attn_implementation"): ATTENTION,
     ("unit/bench/test_shapes.py", "_attn_implementation"): ATTENTION,
     ("unit/engines/test_selfcheck.py", "_attn_implementation"): ATTENTION,
-    ("unit/models/test_experts.py", "_experts_implementation"): "The same, for the function of a model's experts.",
+    ("expert_cases.py", "_experts_implementation"): EXPERTS,
+    (
+        "unit/engines/test_expert_kernels.py",
+        "_apply_gate",
+    ): "Transformers' activation of experts: what ours must equal.",
+    ("unit/engines/test_expert_kernels.py", "_experts_implementation"): EXPERTS,
+    ("unit/models/test_experts.py", "_experts_implementation"): EXPERTS,
 }
 """Test file and private name -> why the test needs the name."""
 

@@ -6,6 +6,7 @@ that all have the same reward teach nothing. This module imports no torch.
 
 A function of your own is selected in the configuration by `advantage = "my_advantage.py:centred"`. It gets one array of
 rewards for each group of the step, and returns one array of advantages for each group, with one number for each reward.
+(`credit` uses the same functions for parts of rollouts: it gives them one array for each set of parts to compare.)
 If the function compares the answers of a group with each other, its file should declare `COMPARES = ("centred",)`. A
 run with `group_size = 1` is then refused before it starts.
 """

@@ -4,13 +4,15 @@ The batch depends on the set of groups, never on the order in which they arrived
 contain the normalisation of the whole optimizer step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
-from headrace.algorithms.advantages import FloatArray, advantages
-from headrace.types import POLICY, Batch, Group, Int32Array, Kept, Rollout, Trace, join_routing
+from headrace.algorithms.advantages import FloatArray
+from headrace.algorithms.credit import BY_ROLLOUT, Credit, token_advantages, token_rewards
+from headrace.types import POLICY, Batch, Group, Int32Array, Kept, Rollout, TeacherScores, Trace, join_routing
 
 Normalize = Literal["token", "sequence", "constant"]
 
@@ -28,6 +30,11 @@ def assemble(
     overlong_buffer: int = 0,
     overlong_penalty: float = 1.0,
     length_penalty: float = 0.0,
+    mask_overlong: bool = False,
+    credit: Credit = BY_ROLLOUT,
+    critic: bool = False,
+    minibatches: int = 1,
+    epochs: int = 1,
     republished: Sequence[int] = (),
 ) -> Batch:
     """Assemble the batch of one optimizer step: every trace of every usable rollout becomes one sequence.
@@ -35,8 +42,12 @@ def assemble(
     The weight of a trained token depends on `normalize`. With "token" it is 1 / (trained tokens of the step). With
     "sequence" it is 1 / (rollouts x trained tokens of its rollout), where rollouts without a trained token are not
     counted. With "constant" it is 1 / (groups x group_size x max_tokens). Advantages are computed from rewards shaped
-    by length (see `shaped`); the recorded rewards stay as they were judged. All groups must train the same policy.
-    `temperature` is that of tokens which were recorded without one.
+    by length (see `shaped`); the recorded rewards stay as they were judged. `credit` says how finely. With
+    `mask_overlong`, answers that were cut at their length limit are compared with the others, but not trained. All
+    groups must train the same policy. `temperature` is that of tokens which were recorded without one.
+
+    With a `critic`, the batch has rewards in place of advantages. With several `minibatches`, whole groups are dealt
+    out to them in turn, and weights are normalised over each minibatch as if it were a step of its own.
     """
     policies = {group.policy for group in groups} or {POLICY}
     if len(policies) > 1:
@@ -59,6 +70,53 @@ def assemble(
             length_penalty=length_penalty,
         )
 
+    rewards_of = [rewards(rollouts) for rollouts in ordered]
+    earned: list[FloatArray] = []
+    if critic:
+        estimated = [[[np.zeros(len(trace)) for trace in r.traces] for r in rollouts] for rollouts in ordered]
+        for rollouts, own in zip(ordered, rewards_of, strict=True):
+            for rollout, reward in zip(rollouts, own, strict=True):
+                earned.extend(token_rewards(rollout, float(reward), credit.scorers))
+    else:
+        estimated = token_advantages(advantage, ordered, rewards_of, credit)
+    if mask_overlong:
+        ordered = [[_without_training(rollout) for rollout in rollouts] for rollouts in ordered]
+    minibatches = max(1, min(minibatches, len(ordered)))
+    weight_in = [
+        _weight_in(ordered[part::minibatches], normalize, group_size * max_tokens) for part in range(minibatches)
+    ]
+    traces: list[Trace] = []
+    values_of: list[FloatArray] = []
+    weights_of, numbers, part_of = [], [], []
+    known: dict[tuple[int, int], int] = {}
+    for index, (rollouts, of_group) in enumerate(zip(ordered, estimated, strict=True)):
+        part = index % minibatches
+        for rollout, values in zip(rollouts, of_group, strict=True):
+            values_of.extend(values)
+            weight = weight_in[part](rollout)
+            for position, trace in enumerate(rollout.traces):
+                traces.append(trace)
+                weights_of.append(weight)
+                part_of.append(part)
+                # The n-th traces of a group's rollouts begin with the same tokens. The traces of one rollout (several
+                # agents) need not.
+                numbers.append(known.setdefault((index, position), len(known)))
+    named: dict[str, Any] = {"step": step, "version": version, "republished": list(republished), "epochs": epochs}
+    if critic:
+        named["rewards"] = _joined(earned, np.float32)
+    if minibatches > 1:
+        named["minibatches"] = np.asarray(part_of, np.int32)
+    sampled_at = _temperatures(traces, temperature)
+    values = _joined(values_of, np.float64)
+    return _batch(traces, values, weights_of, numbers, **named, **sampled_at, policy=policies.pop())
+
+
+def _weight_in(groups: Sequence[Sequence[Rollout]], normalize: Normalize, largest: int) -> Callable[[Rollout], float]:
+    """Return the function that gives the weight of a rollout's trained tokens among these groups.
+
+    `largest` is the most tokens that a group can have.
+    """
+    everyone = [rollout for rollouts in groups for rollout in rollouts]
     total = sum(rollout.trained_tokens for rollout in everyone)
     counted = sum(rollout.trained_tokens > 0 for rollout in everyone)
 
@@ -67,23 +125,17 @@ def assemble(
             return 1.0 / max(total, 1)
         if normalize == "sequence":
             return 1.0 / max(counted * rollout.trained_tokens, 1)
-        return 1.0 / (len(groups) * group_size * max_tokens)
+        return 1.0 / (len(groups) * largest)
 
-    traces, values_of, weights_of, numbers = [], [], [], []
-    known: dict[tuple[int, int], int] = {}
-    estimated = advantages(advantage, [rewards(rollouts) for rollouts in ordered])
-    for index, (rollouts, values) in enumerate(zip(ordered, estimated, strict=True)):
-        for rollout, value in zip(rollouts, values, strict=True):
-            for position, trace in enumerate(rollout.traces):
-                traces.append(trace)
-                values_of.append(float(value))
-                weights_of.append(weight(rollout))
-                # The n-th traces of a group's rollouts begin with the same tokens. The traces of one rollout (several
-                # agents) need not.
-                numbers.append(known.setdefault((index, position), len(known)))
-    named = {"step": step, "version": version, "republished": list(republished)}
-    sampled_at = _temperatures(traces, temperature)
-    return _batch(traces, values_of, weights_of, numbers, **named, **sampled_at, policy=policies.pop())
+    return weight
+
+
+def _without_training(rollout: Rollout) -> Rollout:
+    """Return a rollout that was cut at its length limit with no token marked as trained, and any other as it is."""
+    if rollout.ending != "truncated":
+        return rollout
+    traces = [msgspec.structs.replace(trace, trained=trace.trained & False) for trace in rollout.traces]
+    return msgspec.structs.replace(rollout, traces=traces)
 
 
 def _temperatures(traces: Sequence[Trace], unrecorded: float) -> dict[str, Any]:
@@ -131,18 +183,17 @@ def assemble_demonstrations(
     n = len(traces)
     weight = 1.0 / max(sum(trace.trained_tokens for trace in traces), 1)
     named = {"step": step, "version": version, "policy": policy, "objective": "imitation"}
-    return _batch(traces, [1.0] * n, [weight] * n, list(range(n)), **named)
+    values = np.ones(sum(len(trace) for trace in traces), np.float64)
+    return _batch(traces, values, [weight] * n, list(range(n)), **named)
 
 
 def _batch(
-    traces: Sequence[Trace], values: Sequence[float], weights: Sequence[float], groups: Sequence[int], **rest: Any
+    traces: Sequence[Trace], values: FloatArray, weights: Sequence[float], groups: Sequence[int], **rest: Any
 ) -> Batch:
+    """Return the batch of these traces, with the advantage of every token and the weight of each trace's tokens."""
     lengths = np.array([len(trace) for trace in traces], np.int32)
     trained = _joined([trace.trained for trace in traces], np.bool_)
-
-    def spread(per_trace: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float32]]:
-        return np.where(trained, np.repeat(np.asarray(per_trace, np.float64), lengths), 0.0).astype(np.float32)
-
+    per_token = np.repeat(np.asarray(weights, np.float64), lengths)
     return Batch(
         token_ids=_joined([trace.token_ids for trace in traces], np.int32),
         lengths=lengths,
@@ -150,10 +201,11 @@ def _batch(
         trained=trained,
         logprobs=_joined([trace.logprobs for trace in traces], np.float32),
         versions=_joined([trace.versions for trace in traces], np.int32),
-        advantages=spread(values),
-        weights=spread(weights),
+        advantages=np.where(trained, values, 0.0).astype(np.float32),
+        weights=np.where(trained, per_token, 0.0).astype(np.float32),
         kept=Kept.joined([(len(trace), trace.kept) for trace in traces]),
         routing=join_routing([(len(trace), trace.routing) for trace in traces]),
+        teacher=TeacherScores.joined([(len(trace), trace.teacher) for trace in traces]),
         **rest,
     )
 

@@ -46,7 +46,7 @@ from headrace.delivery.base import Kind, Manifest, Proof
 from headrace.delivery.copying import threads_here
 from headrace.delivery.digest import digest
 from headrace.delivery.plan import packed_bytes
-from headrace.delivery.receiver import Receiver, Staged
+from headrace.delivery.receiver import Receiver, Staged, Staging
 from headrace.delivery.transports import WITHOUT_GPU
 from headrace.delivery.transports.tcp_wire import BUCKET_BYTES
 from headrace.engines.base import Delta, Request, Sampling
@@ -67,6 +67,8 @@ copies its weights. `digest`: the copy is digested, until the version can be fet
 engine. `stage`: the engine fetches and digests the weights. `notice`: the staged weights wait until the engine is
 between two steps. `install`: the engine launches the copy over its live weights. `under_way`: the steps that were
 launched before end. `first_step`: the copy runs, and the first step with the new weights."""
+LEAST_BANDWIDTH = 0.7
+"""The share of a plain copy's bandwidth that a swap in one copy should reach."""
 PROMPT = 16
 LONGEST = 512
 """The length of a sequence in tokens, including its prompt."""
@@ -176,6 +178,8 @@ def _kind(
                 order = Publish(version=version, transport=row.transport, per_parameter=row.per_parameter)
                 delivered.append(_deliver(publisher, engines, order, options.device))
             measured.append(_figures(row, delivered[WARM_UP:], decodes=bool(options.decode)))
+            if options.staging == "none":
+                measured[-1] |= _pause(measured[-1], publisher.proof)
     return publisher.proof, measured
 
 
@@ -228,13 +232,27 @@ def _figures(row: Row, delivered: list[_Delivered], *, decodes: bool) -> dict[st
     if row.transport == "tcp":
         bare = median(lambda one: one.socket_seconds)
         found |= {"socket_gb_per_second": wire / bare / 1e9, "ratio_to_socket": bare / seconds}
-        found["fetch_ratio_to_socket"] = bare / fetch
+        if fetch:  # An engine in one copy fetches in its pause.
+            found["fetch_ratio_to_socket"] = bare / fetch
     if decodes:
         step, first = slowest("step_seconds"), since_publish("first_token_at")
         found |= {"step_seconds": step, "first_token_seconds": first, "first_token_beyond_a_step_seconds": first - step}
         legs = [_legs(one.published, max(one.taken, key=lambda taken: taken.first_token_at)) for one in delivered]
         found |= {f"leg_{name}_seconds": statistics.median(leg[name] for leg in legs) for name in LEGS}
     return found
+
+
+def _pause(row: dict[str, Any], proof: dict[str, float]) -> dict[str, float]:
+    """Return how long an engine in one copy sampled nothing, and the limit that this is compared with.
+
+    The limit is the time of a copy at `LEAST_BANDWIDTH` of the bandwidth of a plain copy, and of the proof.
+    """
+    digest_seconds = proof.get("all_cores_digest_seconds", proof["digest_seconds"])
+    copy = row["bytes_of_weights"] / (LEAST_BANDWIDTH * row["copy_gb_per_second"] * 1e9)
+    return {
+        "pause_seconds": row["swap_seconds"] + row["canary_seconds"],
+        "pause_limit_seconds": copy + digest_seconds + row["canary_seconds"],
+    }
 
 
 def _legs(published: Published, taken: Taken) -> dict[str, float]:
@@ -300,7 +318,7 @@ def _hold(line: Connection, begun: Begin) -> None:
     """Take versions as an engine that only holds weights. The plain model scores the canary."""
     model, adapter, base = load_served(begun)
     weights = adapter.weights() if adapter else named_weights(model)
-    receiver = Receiver(weights, begun.name, _keys(begun), adapter.apply if adapter else None, base)
+    receiver = Receiver(weights, begun.name, _keys(begun), adapter.apply if adapter else None, base, _staging(begun))
     twin = plain_twin(model)
     line.send(Ready())
     with contextlib.closing(receiver):
@@ -373,7 +391,9 @@ class _DecodingEngine:
         positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", LONGEST))
         self._longest = min(LONGEST, positions)
         # Layers are compiled, as in a run. Compiled steps are shorter, and new weights wait for a step to end.
-        config = EngineConfig(kv="keep", slots=rows, cache_tokens=(rows + 1) * (self._longest + 64))
+        config = EngineConfig(
+            kv="keep", slots=rows, cache_tokens=(rows + 1) * (self._longest + 64), staging=_staging(begun)
+        )
         self._weights = adapter.weights() if adapter else named_weights(model)
         self._core = _TimedCore(
             model,
@@ -449,6 +469,11 @@ def _decode(line: Connection, begun: Begin) -> None:
 
 def _refused(why: str, live: Weights) -> Taken:
     return Taken(refused=why, proved_at=time.monotonic(), live_digest=digest(live.items()))
+
+
+def _staging(begun: Begin) -> Staging:
+    """Return where the engine of this benchmark stages a version."""
+    return "none" if begun.options.staging == "none" else "host" if begun.options.staging == "host" else "device"
 
 
 def _keys(begun: Begin) -> Path | None:

@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 
 from headrace.bench.base import begin, choose_dtype, copy_bandwidth, free_memory, load, vocabulary_of
 from headrace.bench.delivery_sides import Begin, PublisherProcess, two_sets
-from headrace.bench.engine_checks import check_tags, chosen_rows, install, plain_twin, rescore
+from headrace.bench.engine_checks import check_tags, chosen_rows, divergence, install, plain_twin, rescore
 from headrace.bench.engine_rounds import (
     WARM_TOKENS,
     Driver,
@@ -37,12 +37,17 @@ from headrace.bench.engine_rounds import (
 )
 from headrace.bench.options import DeliveryBench, EngineBench, Say, Timed
 from headrace.config.schema import EngineConfig
-from headrace.engines.base import Request
+from headrace.engines.base import Delta, Request
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.setup import give_way_to_decoding
 from headrace.errors import HeadraceError, UserError
 from headrace.models.attention import check_model
+from headrace.models.fp8 import quantize_linears
 from headrace.models.loading import named_weights
+from headrace.types import Int16Array
+
+STEPS_LOOKED_AT = 64
+"""The number of steps whose chosen experts are counted."""
 
 
 def bench_engine(options: EngineBench, say: Say) -> dict[str, Any]:
@@ -70,9 +75,13 @@ class _Bench:
                 raise UserError(f"sequences of {self._longest} tokens are longer than this model's {limit} positions")
             check_model(self._model, self._longest)
         self._load_seconds = loading.seconds
-        self._footprint = footprint(self._model)
         # These come before the engine, which may compile the model's layers, and which takes most of the memory.
-        self._twin = plain_twin(self._model)
+        self._twin = self._full = plain_twin(self._model)
+        if options.quantize == "fp8":
+            quantize_linears(self._model)
+        if options.rounded:
+            self._twin = plain_twin(self._model, rounds_kv=options.kv_dtype == "fp8")
+        self._footprint = footprint(self._model, rounds_kv=options.kv_dtype == "fp8")
         self._bandwidth = copy_bandwidth(device)
 
     def run(self) -> dict[str, Any]:
@@ -92,6 +101,8 @@ class _Bench:
         measured = driver.run(requests, tail_rows=tail_rows)
         found: dict[str, Any] = {
             "dtype": self._dtype,
+            "quantize": options.quantize,
+            "kv_dtype": self._dtype if options.kv_dtype == "auto" else options.kv_dtype,
             "threads": torch.get_num_threads(),
             "transformers": transformers.__version__,
             "load_seconds": self._load_seconds,
@@ -99,10 +110,15 @@ class _Bench:
             "warm_up_seconds": warm.seconds,
         }
         found |= self._figures(measured)
+        if self._device == "cuda":
+            # Before rows are scored again, which takes memory that the engine does not.
+            found["peak_memory_bytes"] = torch.cuda.max_memory_reserved()
         if options.rescore:
             rows = chosen_rows(requests, measured.answers, options.rescore)
             self._say(f"scoring {len(rows)} rows again by the plain model")
             found["rescore"] = rescore(self._twin, rows)
+            if self._full is not self._twin:
+                found["rescore"]["kl_to_full"] = divergence(self._twin, self._full, rows)
         if measured.tail_from:
             found["before_tail"], found["tail"] = self._parts(measured, measured.tail_from, tail_rows)
         if options.fork:
@@ -147,21 +163,26 @@ class _Bench:
             "parameter_bytes": foot.weights,
             "kv_bytes_a_token": foot.kv_token,
             **self._ceiling(
-                decode_contexts(options.prompt, self._lengths), Progress(run.seconds, run.steps, run.tokens)
+                decode_contexts(options.prompt, self._lengths),
+                Progress(run.seconds, run.steps, run.tokens),
+                routing_of(run.answers, first=1),
             ),
         }
 
-    def _ceiling(self, contexts: list[tuple[int, int]], done: Progress) -> dict[str, Any]:
-        """Return the ceiling of these steps, and how close they come to it.
+    def _ceiling(self, contexts: list[tuple[int, int]], done: Progress, routing: list[Int16Array]) -> dict[str, Any]:
+        """Return the ceiling of these steps, and how close they come to it. `routing` has the experts of each answer.
 
         The fraction of the ceiling is the time that the necessary reads would take, divided by the measured time.
         """
         seconds, steps, tokens = done
-        weights = self._footprint.weights_read(tokens / steps)
+        touched = touched_experts(routing, round(tokens / steps))
+        weights = self._footprint.weights_read(tokens / steps, touched)
         kv = self._footprint.kv_read(contexts) / steps
         ideal = (weights + kv) / self._bandwidth
         return {
             "bytes_a_step": {"weights": weights, "kv": kv, "all": weights + kv},
+            # The experts of a layer that a step reads, on average over layers and steps; None for a dense model.
+            "experts_a_step": touched,
             "bandwidth_bytes_a_second": self._bandwidth,
             "ceiling_step_ms": 1e3 * ideal,
             "ceiling_tokens_per_second": tokens / (ideal * steps),
@@ -175,12 +196,16 @@ class _Bench:
         tail = Progress(run.seconds - mark.seconds, run.steps - mark.steps, run.tokens - mark.tokens)
         last = prompt + self._lengths[-1] - 1
         contexts = [(last - tail.tokens // tail_rows + 1, last)] * tail_rows
-        before = self._stretch(len(drawn), decode_contexts(prompt, drawn), mark)
-        return before, self._stretch(tail_rows, contexts, tail)
+        recorded = routing_of(run.answers, first=1)
+        routing = [record[: length - 1] for record, length in zip(recorded, drawn, strict=bool(recorded))]
+        before = self._stretch(len(drawn), decode_contexts(prompt, drawn), mark, routing)
+        return before, self._stretch(tail_rows, contexts, tail, routing_of(run.answers[-tail_rows:], first=drawn[-1]))
 
-    def _stretch(self, rows: int, contexts: list[tuple[int, int]], done: Progress) -> dict[str, Any]:
+    def _stretch(
+        self, rows: int, contexts: list[tuple[int, int]], done: Progress, routing: list[Int16Array]
+    ) -> dict[str, Any]:
         rates = {"tokens_per_second": done.tokens / done.seconds, "step_ms": 1e3 * done.seconds / done.steps}
-        return {"rows": rows, **done._asdict(), **rates, **self._ceiling(contexts, done)}
+        return {"rows": rows, **done._asdict(), **rates, **self._ceiling(contexts, done, routing)}
 
     def _swapped(self, driver: Driver, plain: Round) -> dict[str, Any]:
         options, requests = self._options, other_round(self._requests, 3)
@@ -205,10 +230,14 @@ class _Bench:
 
     def _engine_config(self) -> EngineConfig:
         options = self._options
-        given = {name: getattr(options, name) for name in ("graphs", "compile")}
+        given = {
+            name: getattr(options, name)
+            for name in ("graphs", "compile", "expert_kernels", "fuse_projections", "router_kernel")
+        }
         changes = {name: value for name, value in given.items() if value is not None}
         changes |= {name: value for name in ("block_size", "prefill_chunk") if (value := getattr(options, name))}
         config = EngineConfig(slots=options.batch, kv="keep", max_length=self._longest)
+        config = msgspec.structs.replace(config, quantize=options.quantize, kv_dtype=options.kv_dtype)
         config = msgspec.structs.replace(config, device=self._device, **changes)
         return msgspec.structs.replace(config, cache_tokens=self._cache_tokens(config.block_size))
 
@@ -282,13 +311,16 @@ class Footprint:
         """The bytes of one token's keys and values in all layers."""
         return sum(self.kv_of_window.values())
 
-    def weights_read(self, rows: float) -> float:
+    def weights_read(self, rows: float, touched: float | None = None) -> float:
         """Return the bytes of weights that a step of this many rows reads.
 
-        Of the experts, only those that some row chooses are read. Rows are taken to choose at random.
+        Of the experts, only those that some row chooses are read: `touched` of each layer. Without this number, rows
+        are taken to choose at random.
         """
         if not self.expert_count:
             return float(self.shared)
+        if touched is not None:
+            return self.shared + self.experts * touched / self.expert_count
         missed: float = (1 - self.experts_per_token / self.expert_count) ** rows
         return self.shared + self.experts * (1 - missed)
 
@@ -304,6 +336,30 @@ class Footprint:
         )
 
 
+def routing_of(answers: Iterable[Delta], first: int) -> list[Int16Array]:
+    """Return the recorded experts of each answer from its token `first` on. Empty if nothing was recorded."""
+    return [answer.routing[first:] for answer in answers if answer.routing is not None]
+
+
+def touched_experts(routing: list[Int16Array], rows: int) -> float | None:
+    """Return how many experts of a layer are chosen by some row of a step, on average over layers and steps.
+
+    `routing` has the experts of each answer, [tokens, layers, k]. A step is taken to hold the tokens of one index of
+    `rows` answers that follow each other. Of long answers, `STEPS_LOOKED_AT` indices are looked at. Returns None if no
+    experts are recorded.
+    """
+    longest = max(map(len, routing), default=0)
+    counts = []
+    for index in np.unique(np.linspace(0, longest - 1, STEPS_LOOKED_AT).astype(int)) if longest else []:
+        chosen = [record[index] for record in routing if len(record) > index]
+        for first in range(0, len(chosen), max(rows, 1)):
+            step = np.stack(chosen[first : first + max(rows, 1)], axis=1)
+            # Where fewer rows are left, the step is not one of this many rows.
+            if first == 0 or step.shape[1] == rows:
+                counts += [len(np.unique(layer)) for layer in step]
+    return float(np.mean(counts)) if counts else None
+
+
 def decode_contexts(prompt: int, lengths: Iterable[int]) -> list[tuple[int, int]]:
     """Return, for each answer, how many tokens its first and its last decode step see.
 
@@ -312,8 +368,11 @@ def decode_contexts(prompt: int, lengths: Iterable[int]) -> list[tuple[int, int]
     return [(prompt + 1, prompt + length - 1) for length in lengths if length > 1]
 
 
-def footprint(model: Any) -> Footprint:
-    """Compute the sizes of this model's parts from its parameters and its configuration."""
+def footprint(model: Any, *, rounds_kv: bool = False) -> Footprint:
+    """Compute the sizes of this model's parts from its parameters and its configuration.
+
+    With `rounds_kv`, keys and values take one byte each.
+    """
     config = model.config.get_text_config()
     sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
@@ -322,7 +381,7 @@ def footprint(model: Any) -> Footprint:
     unread = 0 if embedding is output else embedding.numel() * embedding.element_size()
     heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     head = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    layer = 2 * heads * head * model.dtype.itemsize
+    layer = 2 * heads * head * (1 if rounds_kv else model.dtype.itemsize)
     return Footprint(
         weights=weights,
         shared=weights - experts - unread,

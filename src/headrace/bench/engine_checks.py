@@ -13,10 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import DynamicCache, TopKLogitsWarper, TopPLogitsWarper
+from transformers import AttentionInterface, DynamicCache, TopKLogitsWarper, TopPLogitsWarper
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from headrace.bench.base import Weights
 from headrace.engines.base import Delta, Request, Sampling
+from headrace.errors import UserError
+from headrace.models.fp8 import through_fp8
 from headrace.models.head import float32_head
 from headrace.models.loading import named_weights
 from headrace.types import Float32Array, Int32Array
@@ -30,15 +34,57 @@ Row = tuple[Request, Delta]
 """A request, and all its tokens as one delta."""
 
 
-def plain_twin(model: Any) -> Any:
+ROUNDED_KV = "headrace_rounded_kv"
+"""The name of torch's attention over keys and values that were rounded to FP8."""
+
+
+def _rounded_kv(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *given: Any, **named: Any
+) -> Any:
+    return sdpa_attention_forward(module, query, through_fp8(key), through_fp8(value), *given, **named)
+
+
+AttentionInterface.register(ROUNDED_KV, _rounded_kv)
+AttentionMaskInterface.register(ROUNDED_KV, sdpa_mask)
+
+
+def plain_twin(model: Any, *, rounds_kv: bool = False) -> Any:
     """Return a model with the same parameters and Hugging Face's own attention.
 
-    Call this before an engine is made, because an engine changes the model.
+    With `rounds_kv` it attends over keys and values that are rounded to FP8. Call this before an engine is made,
+    because an engine changes the model.
     """
     shared: dict[int, Any] = {id(p): p for p in model.parameters()} | {id(b): b for b in model.buffers()}
     twin = copy.deepcopy(model, shared)
-    twin.set_attn_implementation("sdpa" if getattr(twin, "_supports_sdpa", False) else "eager")
+    torch_attention = ROUNDED_KV if rounds_kv else "sdpa"
+    if rounds_kv and not getattr(twin, "_supports_sdpa", False):
+        raise UserError(f"--kv-dtype: {type(model).__name__} cannot be scored again with rounded keys and values")
+    twin.set_attn_implementation(torch_attention if getattr(twin, "_supports_sdpa", False) else "eager")
     return twin
+
+
+class _WidenedLayer(torch.nn.Module):
+    """A layer that computes in float32 with the weights of another layer, of which it makes a copy for each pass."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        # In a tuple, so that it is no part of this module: `float()` on the model must not change the layer itself.
+        self._narrow = (layer,)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._narrow[0], name)
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return copy.deepcopy(self._narrow[0]).float()(*given, **named)
+
+
+def widened_twin(twin: Any) -> Any:
+    """Return the twin in float32. The decoder layers are widened one at a time, so that a large model fits too."""
+    layers: dict[int, Any] = {id(layer): _WidenedLayer(layer) for layer in getattr(twin.get_decoder(), "layers", [])}
+    return copy.deepcopy(twin, layers).float()
 
 
 @torch.inference_mode()
@@ -62,7 +108,7 @@ def rescore(twin: Any, rows: list[Row]) -> dict[str, Any]:
     `outside` counts the tokens that top-k or top-p leaves out in float32, although the engine sampled them. They have
     no log-probability in float32, so they are not among the errors.
     """
-    exact = twin if twin.dtype == torch.float32 else copy.deepcopy(twin).float()
+    exact = twin if twin.dtype == torch.float32 else widened_twin(twin)
     expected, own = (
         np.concatenate([row_logprobs(model, request, answer.token_ids) for request, answer in rows])
         for model in (exact, twin)
@@ -79,6 +125,24 @@ def rescore(twin: Any, rows: list[Row]) -> dict[str, Any]:
         "outside": int((~inside).sum()),
         "plain_mean_error": _mean(plain),
     }
+
+
+@torch.inference_mode()
+def divergence(twin: Any, other: Any, rows: list[Row]) -> float:
+    """Return the mean KL divergence of the twin's distribution from the other model's, over the tokens of these rows.
+
+    For each token it is the sum over the vocabulary of p log(p / q), where p is the twin's.
+    """
+    found = []
+    for request, answer in rows:
+        ids = torch.from_numpy(np.concatenate([request.token_ids, answer.token_ids]).astype(np.int64)).to(twin.device)
+        given = {"input_ids": ids[None, :-1], "use_cache": False, "logits_to_keep": len(answer.token_ids)}
+        with float32_head(twin), float32_head(other):
+            logits = [model(**given).logits[0] for model in (twin, other)]
+        for part in zip(*(torch.split(each, _ROWS) for each in logits), strict=True):
+            p, q = (torch.log_softmax(each.float(), -1) for each in part)
+            found.append(torch.sum(p.exp() * (p - q), -1))
+    return float(torch.cat(found).mean())
 
 
 def check_tags(twin: Any, sets: Sequence[Weights], answers: list[Delta], rows: list[Row], dtype: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from headrace.engines.embedded.base import Timings
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.engine import EngineLoop
 from headrace.errors import DeliveryError, HeadraceError, StallError
+from headrace.types import join_routing
 
 WARM_TOKENS = 64
 """The length of the longest answer in the warm-up round, in tokens; the others are scaled in proportion. It is so large
@@ -198,6 +199,7 @@ class Driver:
             token_ids=np.concatenate([delta.token_ids for delta in deltas]),
             logprobs=np.concatenate([delta.logprobs for delta in deltas]),
             versions=np.concatenate([delta.versions for delta in deltas]),
+            routing=join_routing([(len(delta.token_ids), delta.routing) for delta in deltas]),
         )
         if not len(answer.token_ids) == len(answer.logprobs) == len(answer.versions) == wanted:
             raise HeadraceError(f"request {request.id} ended with {len(answer.token_ids)} of {wanted} tokens")

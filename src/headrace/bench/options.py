@@ -57,6 +57,19 @@ class EngineBench(Bench, frozen=True, kw_only=True):
     device: Device = "auto"
     graphs: Annotated[bool | None, Option("--graphs/--no-graphs", help="CUDA graphs.")] = None
     compile: Annotated[bool | None, Option("--compile/--no-compile", help="Compiled layers.")] = None
+    fuse_projections: Annotated[
+        bool | None, Option("--fuse-projections/--no-fuse-projections", help="One product for several projections.")
+    ] = None
+    router_kernel: Annotated[
+        bool | None, Option("--router-kernel/--no-router-kernel", help="A kernel in place of the router's topk.")
+    ] = None
+    expert_kernels: Annotated[
+        bool | None, Option("--expert-kernels/--no-expert-kernels", help="Headrace's kernels for experts.")
+    ] = None
+    quantize: Annotated[
+        Literal["none", "fp8"], Option(help="fp8: linear layers in FP8. Also shows the KL to the model in full.")
+    ] = "none"
+    kv_dtype: Annotated[Literal["auto", "fp8"], Option(help="fp8: keys and values in FP8.")] = "auto"
     block_size: Annotated[int, Option(help="Tokens in a block of the cache; 0 takes the engine's.", min=0)] = 0
     prefill_chunk: Annotated[int, Option(help="Prompt tokens a step; 0 takes the engine's.", min=0)] = 0
     threads: Annotated[int, Option(help="Compute threads; 0 takes torch's default.", min=0)] = 0
@@ -77,6 +90,8 @@ class EngineBench(Bench, frozen=True, kw_only=True):
             raise UserError("--peer needs a --temperature above 0: peers sample too")
         if self.lengths:
             parse_lengths(self.lengths)
+        if self.rounded and (self.swap_every or self.peer):
+            raise UserError("--quantize and --kv-dtype have neither --swap-every nor --peer")
         rows, longest = self.pair("tail")
         if rows:
             if self.lengths:
@@ -88,6 +103,11 @@ class EngineBench(Bench, frozen=True, kw_only=True):
         forks, at = self.pair("fork")
         if forks and at <= self.prompt:
             raise UserError(f"--fork {self.fork}: the pivot must lie after the prompt of {self.prompt} tokens")
+
+    @property
+    def rounded(self) -> bool:
+        """Whether the engine computes with rounded numbers, so that it is compared with a model that rounds too."""
+        return self.quantize != "none" or self.kv_dtype != "auto"
 
     def pair(self, option: Literal["tail", "fork"]) -> tuple[int, int]:
         """Return the two numbers of `--tail` or `--fork`; zeros if it is not given."""
@@ -112,6 +132,7 @@ class DeliveryBench(Bench, frozen=True, kw_only=True):
     )
     per_parameter: Annotated[bool, Option("--per-parameter", help="nccl: also tensor by tensor.")] = False
     decode: Annotated[int, Option(help="Sequences that every engine decodes meanwhile.", min=0)] = 0
+    staging: Annotated[str, Option(help="Where engines stage a version: device, host or none.")] = "device"
     dtype: Dtype = ""
     device: Device = "auto"
     threads: Annotated[int, Option(help="Compute threads of each process.", min=1)] = 1
@@ -119,6 +140,10 @@ class DeliveryBench(Bench, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """See `Bench.check`."""
+        if self.staging not in ("device", "host", "none"):
+            raise UserError(f"--staging {self.staging}: one of device, host, none")
+        if self.staging == "none" and ("delta" in self.sends or "nccl" in self.transports):
+            raise UserError("--staging none: --send delta and --transport nccl need a second copy")
         # Imported late, because it loads numpy.
         from headrace.delivery.transports import NAMES
 

@@ -12,10 +12,12 @@ from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
-from headrace.types import Group, Rollout, Trace
+from headrace.types import LOW_SCORE, Group, Rollout, Trace
 
 Filter = Literal["zero_variance", "overlong"]
 FILTERS: tuple[str, ...] = get_args(Filter)
+CONFIGURED = ("overlong", LOW_SCORE)
+"""The reasons why a rollout is removed that follow from the configuration."""
 COMPARED = 2
 """The number of answers that a group needs, unless it was started with a single one."""
 
@@ -37,7 +39,7 @@ def filter_group(group: Group, filters: Collection[Filter]) -> FilteredGroup:
     kept = msgspec.structs.replace(group, rollouts=[rollout for rollout in group.rollouts if rollout.id not in removed])
     if len(kept.usable) < min(COMPARED, len(group.rollouts)):
         # A configured filter that removed a rollout is the reason. Otherwise no filter is: the group fails.
-        return FilteredGroup(kept, removed, "overlong" if "overlong" in removed.values() else "")
+        return FilteredGroup(kept, removed, next((why for why in CONFIGURED if why in removed.values()), ""))
     rewards = [rollout.reward for rollout in kept.usable]
     if "zero_variance" in filters and len(set(rewards)) == 1:
         return FilteredGroup(kept, removed, "zero_variance")

@@ -165,7 +165,7 @@ def imbalances(db: sqlite3.Connection) -> list[str]:
     joined = "SELECT rollouts.id FROM rollouts LEFT JOIN groups ON groups.id = rollouts.group_id"
     found += _line(db, "rollouts without a group", f"{joined} WHERE groups.id IS NULL")
     # A group ends with all its rollouts. Some may have been left out before, of a group that continued or was trained.
-    left_out = "rollouts.state = 'failed' OR rollouts.reason IN ('straggler', 'overlong')"
+    left_out = "rollouts.state = 'failed' OR rollouts.reason IN ('straggler', 'overlong', 'low_score')"
     differ = f"NOT ({left_out}) AND (rollouts.state <> groups.state OR rollouts.step IS NOT groups.step)"
     found += _line(db, "rollouts that disagree with their group", f"{joined} WHERE {differ}")
     for table in TABLES:

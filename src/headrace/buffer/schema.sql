@@ -102,7 +102,9 @@ CREATE TABLE IF NOT EXISTS evaluations (    -- held-out prompts; they never ente
     ended REAL NOT NULL,
     policy TEXT NOT NULL DEFAULT 'policy',
     versions TEXT NOT NULL DEFAULT '{}',    -- JSON: {"version": sampled tokens}, with one entry
-    tasks TEXT NOT NULL DEFAULT '{}'        -- JSON: {"task": {"pass_1": ..., ...}} if the run has several tasks
+    tasks TEXT NOT NULL DEFAULT '{}',       -- JSON: {"task": {"pass_1": ..., ...}} if the run has several tasks
+    passes TEXT NOT NULL DEFAULT '{}',      -- JSON: {"pass_at_4": ..., "majority_at_4": ...}, as [evaluate] asks for
+    sets TEXT NOT NULL DEFAULT '{}'         -- JSON: {"set": {"pass_1": ..., ...}} of [evaluate.sets.NAME]
 );
 
 CREATE TABLE IF NOT EXISTS samples (        -- a few held-out answers to read, per evaluation

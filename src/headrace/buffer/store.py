@@ -29,7 +29,7 @@ SCHEMA = 3
 OLD_SCHEMA = 2
 """The previous schema, without policies, and with a single trace per rollout in `partials`."""
 WITH_POLICY = ("versions", "deliveries", "groups", "steps", "evaluations", "samples", "schedule")
-LATER_COLUMNS = ("versions", "tasks")
+LATER_COLUMNS = ("versions", "tasks", "passes", "sets")
 """The columns of evaluations that older releases did not record. Each holds a JSON object, by default an empty one."""
 NEW_KEYS = ("versions", "steps", "partials")
 """The tables that have another primary key in the old schema. The migration creates them anew."""

@@ -159,6 +159,22 @@ class WorkerLink:
         except queue.Empty:
             return None
 
+    def next_messages(self, gather: float = 0.0) -> list[Incoming]:
+        """Return all messages that have arrived, so that they can be answered together; none after half a second.
+
+        If there is one, further ones are gathered for `gather` seconds.
+        """
+        first = self.next_message()
+        if first is None:
+            return []
+        if gather:
+            time.sleep(gather)
+        found = [first]
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._inbox.get_nowait())
+        return found
+
     def pass_to(self, take: Callable[[Incoming], object] | None) -> None:
         """Pass the controller's messages to `take`, in the thread of the channel. With None, they wait in the inbox."""
         self._take = take or self._inbox.put

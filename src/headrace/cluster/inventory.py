@@ -133,7 +133,8 @@ def describe(placement: Placement, needs: Mapping[str, int] | None = None) -> di
     found = {}
     for worker in placement.places:
         where = f"GPU {', '.join(worker.gpus)}" if worker.gpus else f"CPU, {worker.threads} compute threads"
-        memory = f", at least {needs[worker.role] / 2**30:.1f} GiB" if worker.gpus and needs is not None else ""
+        need = needs.get(worker.role, 0) if worker.gpus and needs is not None else 0
+        memory = f", at least {need / 2**30:.1f} GiB" if need else ""
         beside = f", shared with {', '.join(worker.neighbours)}" if worker.neighbours else ""
         found[worker.name] = f"{worker.host}, {where}{memory}{beside}"
     return found

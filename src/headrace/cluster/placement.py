@@ -9,6 +9,8 @@ Nothing here looks at the machine: `cluster.inventory` says what a host has. The
 - What is `"auto"` gets the rest. If both are, a single GPU is shared, and several are divided so that the slower side
   gets more.
 - Without GPUs, trainer ranks take one host after the other, and engines go where the fewest workers are.
+- The model of a scorer is on the GPU that its section names, or else on the CPU of the first host. Engines and trainer
+  take other GPUs, if there are any, unless they name that GPU too.
 
 A worker sees its own GPUs first. After them it sees those whose memory its transport maps, and uses them for nothing
 else.
@@ -21,9 +23,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from headrace.config.base import Gpus
 from headrace.config.checks import check_together, check_transport, check_trusted
 from headrace.config.declared import transport_facts
-from headrace.config.schema import Config, EngineRange, Gpus
+from headrace.config.schema import Config, EngineRange
 from headrace.config.stores import is_url
 from headrace.errors import ConfigError, UserError
 
@@ -80,7 +83,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The name of the worker: `engine-0`, `trainer-0`, ..."""
+        """The name of the worker: `engine-0`, `trainer-0`, `scorer-0`, ..."""
         return f"{self.role}-{self.rank}"
 
     @property
@@ -90,7 +93,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """The places of all workers: trainer ranks first, then engines, each in the order of their ranks."""
+    """The places of all workers: trainer ranks first, then engines, then the models of scorers, in order of ranks."""
 
     places: tuple[Place, ...]
 
@@ -100,8 +103,8 @@ class Placement(msgspec.Struct, frozen=True):
 
     @property
     def hosts(self) -> list[str]:
-        """The names of the hosts that have a worker."""
-        return list(dict.fromkeys(place.host for place in self.places))
+        """The names of the hosts that weights travel between: those of trainer ranks and engines."""
+        return list(dict.fromkeys(place.host for place in self.places if place.role != "scorer"))
 
     def applied(self, config: Config) -> Config:
         """Return the configuration with what follows from the placement, checked again.
@@ -114,7 +117,8 @@ class Placement(msgspec.Struct, frozen=True):
                 delivery = msgspec.structs.replace(delivery, transport="tcp")
             _check_hosts(config, delivery.transport, {place.host for place in self.of("trainer")})
         # Nothing is known of the devices of servers that run already. Such a server refuses what it cannot map.
-        _check_devices(delivery.transport, self.of("trainer") if engine.urls else self.places)
+        served = [] if engine.urls else self.of("engine")
+        _check_devices(delivery.transport, [*self.of("trainer"), *served])
         if not engine.urls and not isinstance(engine.count, EngineRange):
             engine = msgspec.structs.replace(engine, count=len(self.of("engine")))
         training = msgspec.structs.replace(training, ranks=len(self.of("trainer")))
@@ -145,14 +149,18 @@ def place(config: Config, hosts: Sequence[Host], rates: Rates = lambda: (1.0, 1.
         engines = [(name, []) for name in _spread(config.engine.processes, names, [name for name, _ in ranks])]
     workers = [("trainer", rank, *where) for rank, where in enumerate(ranks)]
     workers += [("engine", rank, *where) for rank, where in enumerate(engines)]
+    scorers = _scorers(config, hosts)
+    workers += [("scorer", rank, own[0].host if own else names[0], own) for rank, own in enumerate(scorers)]
+    threads = [section.threads for section in config.scorer_models.values()]
     addresses = {host.name: host.address for host in hosts}
     ids = {Slot(host.name, i): gpu.id for host in hosts for i, gpu in enumerate(host.gpus)}
-    maps = _maps_trainer(config) and len({host for _, _, host, _ in workers}) == 1
+    maps = _maps_trainer(config) and len({host for role, _, host, _ in workers if role != "scorer"}) == 1
     meeting = _meeting(config, hosts, [host for host, _ in ranks])
 
     def at(role: str, rank: int, host: str, own: list[Slot]) -> Place:
         mapped = [slot for slot in training if maps and role == "engine" and own and slot.host == host]
         others = [f"{r}-{n}" for r, n, _, slots in workers if (r, n) != (role, rank) and set(slots) & set(own)]
+        number = {"engine": config.engine.threads, "trainer": config.training.threads}
         return Place(
             role=role,
             rank=rank,
@@ -160,7 +168,7 @@ def place(config: Config, hosts: Sequence[Host], rates: Rates = lambda: (1.0, 1.
             gpus=tuple(ids[slot] for slot in own),
             maps=tuple(ids[slot] for slot in mapped if slot not in own),
             neighbours=tuple(others),
-            threads=config.engine.threads if role == "engine" else config.training.threads,
+            threads=threads[rank] if role == "scorer" else number[role],
             address=addresses[host],
             meet_at=meeting.get(host, "") if role == "trainer" else "",
         )
@@ -225,7 +233,7 @@ def check_memory(placement: Placement, hosts: Sequence[Host], needs: Mapping[str
     for host in hosts:
         for gpu in host.gpus:
             users = [place for place in placement.places if place.host == host.name and gpu.id in place.gpus]
-            here = {user.name: needs[user.role] // len(user.gpus) for user in users}
+            here = {user.name: needs.get(user.role, 0) // len(user.gpus) for user in users}
             if gpu.memory and sum(here.values()) > gpu.memory:
                 listed = ", ".join(f"{name} needs {need / 2**30:.1f}" for name, need in here.items())
                 raise ConfigError(f"GPU {gpu.id} of {host.name} has {gpu.memory / 2**30:.1f} GiB of memory: {listed}")
@@ -248,7 +256,9 @@ def _meeting(config: Config, hosts: Sequence[Host], used: Sequence[str]) -> dict
 def _divide(config: Config, hosts: Sequence[Host], rates: Rates) -> tuple[list[Slot], list[Slot]]:
     """Return the GPUs of the engines, one engine's after the other's, and the GPUs of the trainer ranks."""
     engine, trainer, size = config.engine, config.training, config.engine.gpus_per_engine
-    everything = [Slot(host.name, index) for host in hosts for index in range(len(host.gpus))]
+    present = [Slot(host.name, index) for host in hosts for index in range(len(host.gpus))]
+    taken = {slot for own in _scorers(config, hosts) for slot in own}
+    everything = [slot for slot in present if slot not in taken] or present
     number = engine.processes if isinstance(engine.count, EngineRange) else engine.count
     engines = _Wish("engine", "count", number, size, "cpu" if engine.urls else engine.device, engine.gpus, hosts)
     ranks = _Wish("training", "ranks", trainer.ranks, 1, trainer.device, trainer.gpus, hosts)
@@ -287,6 +297,17 @@ def _divide(config: Config, hosts: Sequence[Host], rates: Rates) -> tuple[list[S
         if len({slot.host for slot in serving[start : start + size]}) > 1:
             raise ConfigError(f"[engine] gpus: an engine of {size} GPUs would span two hosts")
     return serving, own
+
+
+def _scorers(config: Config, hosts: Sequence[Host]) -> list[list[Slot]]:
+    """Return the GPU of each model that scores in a worker process of its own; an empty list stands for the CPU."""
+    found = []
+    for section, scorer in config.scorer_models.items():
+        own = [_found(section, named, hosts) for named in parse_gpus(section, scorer.gpus)] if scorer.gpus else []
+        if len(own) > 1:
+            raise ConfigError(f"[{section}] gpus: a scorer's model has one GPU, and {len(own)} are named")
+        found.append(own)
+    return found
 
 
 class _Wish:

@@ -32,14 +32,17 @@ from headrace.cluster.host_dir import HostDir, HostLog, redirect_output
 from headrace.cluster.inventory import this_host
 from headrace.cluster.mps import without_mps
 from headrace.config import AgentTaskConfig, Config
+from headrace.config.schema import as_engine
+from headrace.config.scorers import ProcessRewardConfig
 from headrace.errors import HeadraceError, PeerDied, one_line
 from headrace.run_dir import RunDir
+from headrace.types import NO_VERSION
 
 
 def main(argv: Sequence[str]) -> int:
     """Parse the arguments and serve. Returns the exit code."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--role", choices=["engine", "trainer", "gateway"], required=True)
+    parser.add_argument("--role", choices=["engine", "trainer", "gateway", "scorer"], required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--address", required=True)
     parser.add_argument("--run", type=Path)
@@ -88,6 +91,8 @@ def _serve(link: WorkerLink, role: str, meet_at: str, undo: contextlib.ExitStack
             _serve_engine(link, config)
         elif role == "gateway":
             _serve_gateway(link, config)
+        elif role == "scorer":
+            _serve_scorer(link, config)
         else:
             # A checkpoint of a later step than the journal's last has no history.
             last_step = _last_step(link, config) if welcome is None else welcome.last_step
@@ -197,6 +202,25 @@ def _serve_engine(link: WorkerLink, config: Config) -> None:
         from headrace.engines.supplied import serve as serve_supplied
 
         serve_supplied(link, config)
+
+
+def _serve_scorer(link: WorkerLink, config: Config) -> None:
+    """Serve the model of a scorer. Each kind of scorer chooses its own server here."""
+    link.phase = "loading"
+    section = list(config.scorer_models.values())[int(link.name.rpartition("-")[2])]
+    if section.cores:
+        os.sched_setaffinity(0, section.cores)
+    fix_threads(section.threads)
+    link.peak_memory = peak_gpu_memory
+    if isinstance(section, ProcessRewardConfig):
+        from headrace.engines.embedded.process_reward import serve as serve_process_reward
+
+        serve_process_reward(link, section)
+        return
+    from headrace.engines.embedded.building import serve as serve_embedded
+
+    # The weights of a model's own files are version 0. A teacher that follows the policy waits for delivered ones.
+    serve_embedded(link, as_engine(config, section), version=0 if section.model else NO_VERSION)
 
 
 def _last_step(link: WorkerLink, config: Config) -> int | None:

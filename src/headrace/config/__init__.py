@@ -11,5 +11,9 @@ from headrace.config.schema import EngineConfig as EngineConfig
 from headrace.config.schema import EnvironmentTaskConfig as EnvironmentTaskConfig
 from headrace.config.schema import GymTaskConfig as GymTaskConfig
 from headrace.config.schema import MixtureConfig as MixtureConfig
-from headrace.config.schema import ScorerConfig as ScorerConfig
 from headrace.config.schema import TaskConfig as TaskConfig
+from headrace.config.scorers import FunctionScorerConfig as FunctionScorerConfig
+from headrace.config.scorers import JudgeConfig as JudgeConfig
+from headrace.config.scorers import ProgramConfig as ProgramConfig
+from headrace.config.scorers import ScorerConfig as ScorerConfig
+from headrace.config.scorers import TeacherConfig as TeacherConfig

@@ -15,8 +15,10 @@ from headrace.config.declared import (
     correction_facts,
     loss_facts,
     losses_that_read,
+    needs,
     transport_facts,
 )
+from headrace.config.evaluate import check_measures
 from headrace.config.memory import runs_on_gpu
 from headrace.config.schema import (
     LOSSES,
@@ -26,12 +28,14 @@ from headrace.config.schema import (
     DatasetTaskConfig,
     EngineRange,
     LoraConfig,
+    MixtureConfig,
     PromptsSection,
     RolloutsConfig,
-    ScorerConfig,
     is_reference,
     names_of,
 )
+from headrace.config.scorers import ScorerConfig
+from headrace.config.staging import needs_second_copy
 from headrace.errors import ConfigError, UserError, one_line
 
 REFERENCES = "or module:attribute, or file.py:attribute"
@@ -55,10 +59,14 @@ def check_together(config: Config) -> None:
                 raise ConfigError(f"[{name}] {key}: invalid enum value {value!r} (one of: {allowed})")
     _check_run_name(config.run.name)
     _check_algorithm(config.algorithm, config.rollouts)
+    if not is_reference(config.algorithm.loss):
+        check_teachers(config)
     _check_engine(config)
     _check_buffer(config)
     if config.lora is not None:
         _check_lora(config.lora)
+        if config.lora.share_base:
+            _check_shared_base(config, config.lora)
     _check_bind("delivery", config.delivery.bind)
     _check_bind("gateway", config.gateway.bind)
     for section, task in config.tasks.items():
@@ -69,6 +77,7 @@ def check_together(config: Config) -> None:
         raise ConfigError("[task] command: give an agent or a command, not both")
     if isinstance(config.task, AgentTaskConfig) and config.rollouts.truncates:
         raise ConfigError("[rollouts] top_k, top_p, min_p: agents' answers are drawn without truncation")
+    _check_shuffle(config)
     _check_ranks(config)
     if not is_reference(config.delivery.transport):
         check_transport(config)
@@ -76,8 +85,9 @@ def check_together(config: Config) -> None:
         isinstance(task, PromptsSection) and bool(task.heldout_path or task.heldout_split)
         for task in config.tasks.values()
     )
-    if config.evaluate.every and not (config.evaluate.prompts or whole_file):
+    if config.evaluate.every and not (config.evaluate.prompts or whole_file or config.evaluate.sets):
         raise ConfigError("[evaluate] every: needs prompts > 0")
+    _check_sets(config)
 
 
 @contextmanager
@@ -96,6 +106,20 @@ def _check_run_name(name: str) -> None:
         raise ConfigError(
             f"[run] name: {one_line(name, 80)!r} is not the name of one folder ([run] directory is its path)"
         )
+
+
+def _check_sets(config: Config) -> None:
+    """Raise `ConfigError` if a set of held-out prompts has no task that can judge it, or its figures cannot be had."""
+    check_measures("evaluate", config.evaluate)
+    for name, each in config.evaluate.sets.items():
+        place = f"evaluate.sets.{name}"
+        check_measures(place, each)
+        tasks = config.task.tasks if isinstance(config.task, MixtureConfig) else {"": config.task}
+        if each.task not in tasks:
+            known = f"one of {', '.join(tasks)}" if isinstance(config.task, MixtureConfig) else "left out"
+            raise ConfigError(f"[{place}] task: {each.task!r} is not a task of this run (it must be {known})")
+        if not isinstance(tasks[each.task], PromptsSection):
+            raise ConfigError(f"[{place}]: its prompts are rows, and only tasks of kind dataset or agent judge rows")
 
 
 def _check_rewards(task: DatasetTaskConfig, scorers: Mapping[str, ScorerConfig]) -> None:
@@ -124,6 +148,13 @@ def _check_buffer(config: Config) -> None:
         raise ConfigError("[buffer] correct_above: says where [algorithm] corrections apply, and there are none")
     if "zero_variance" in buffer.filter and rollouts.group_size < 2:
         raise ConfigError("[buffer] filter: 'zero_variance' compares answers and needs [rollouts] group_size >= 2")
+    if "overlong" in buffer.filter and config.algorithm.mask_overlong:
+        raise ConfigError("[algorithm] mask_overlong: [buffer] filter 'overlong' leaves these answers out already")
+    if config.algorithm.minibatches > buffer.groups:
+        raise ConfigError(
+            f"[algorithm] minibatches: {config.algorithm.minibatches} is above [buffer] groups = {buffer.groups}, "
+            "and groups are not divided"
+        )
     if buffer.oversample > 1 and not buffer.filter:
         raise ConfigError("[buffer] oversample: makes up for groups that are filtered, and filter is empty")
     if rollouts.min_group is not None and not min(2, rollouts.group_size) <= rollouts.min_group <= rollouts.group_size:
@@ -133,10 +164,21 @@ def _check_buffer(config: Config) -> None:
         )
 
 
+def _check_shuffle(config: Config) -> None:
+    algorithm = config.algorithm
+    if config.scoring.shuffle and (algorithm.credit != "rollout" or algorithm.critic):
+        learner = "a critic" if algorithm.critic else f"credit = {algorithm.credit!r}"
+        raise ConfigError(
+            f"[scoring] shuffle: only the rewards of rollouts are shuffled, and {learner} learns from finer scores too"
+        )
+
+
 def _check_ranks(config: Config) -> None:
     ranks, tensor = config.training.processes, config.training.tensor_parallel
     if config.training.ranks is not None and ranks % tensor:
         raise ConfigError(f"[training] tensor_parallel: {tensor} does not divide ranks = {ranks}")
+    if config.algorithm.critic and tensor > 1:
+        raise ConfigError("[algorithm] critic: its value head needs whole hidden states, so tensor_parallel must be 1")
 
 
 def check_transport(config: Config) -> None:
@@ -169,6 +211,23 @@ def _check_lora(lora: LoraConfig) -> None:
         raise ConfigError("[lora] dropout: stacked experts take none; set dropout = 0 or leave them out of targets")
 
 
+def _check_shared_base(config: Config, lora: LoraConfig) -> None:
+    training = config.training
+    wrong = {
+        '[lora] serve = "unmerged"': lora.serve != "unmerged",
+        '[lora] base = "full"': lora.base != "full",
+        "[lora] modules = []": bool(lora.modules),
+        'engine kind "embedded"': config.engine.kind != "embedded",
+        "one trainer rank without offload": training.processes > 1 or training.offload,
+        "trainer and engines on a CPU": runs_on_gpu(training.device) or runs_on_gpu(config.engine.device),
+        "trainer and engines on one host": config.pipeline.launcher not in ("auto", "local", "forked"),
+        "float32 on both sides": config.model.dtype != "float32" or training.compute_dtype not in (None, "float32"),
+    }
+    for needed, missing in wrong.items():
+        if missing:
+            raise ConfigError(f"[lora] share_base: needs {needed}")
+
+
 def _check_engine(config: Config) -> None:
     engine, lora, longest = config.engine, config.lora, config.rollouts.max_tokens
     if engine.cache_tokens and engine.cache_tokens < longest + engine.block_size:
@@ -185,6 +244,14 @@ def _check_engine(config: Config) -> None:
         for key in ("python", "urls", "port", "arguments"):
             if getattr(engine, key):
                 raise ConfigError(f'[engine] {key}: only engine kind "vllm" has it')
+    if engine.staging != "auto" and engine.kind != "embedded":
+        raise ConfigError('[engine] staging: only engine kind "embedded" has it')
+    if engine.staging == "none" and (needed := needs_second_copy(config)):
+        raise ConfigError(f'[engine] staging = "none" does not go together with {needed}, which needs a second copy')
+    if engine.quantize != "none":
+        _check_quantized(config)
+    if engine.kv_dtype != "auto" and engine.kind != "embedded":
+        raise ConfigError('[engine] kv_dtype: only engine kind "embedded" has it')
     if engine.kind != "vllm":
         if engine.gpus_per_engine > 1:
             which = "an embedded engine" if engine.kind == "embedded" else "an engine of your own"
@@ -214,6 +281,18 @@ def _check_engine(config: Config) -> None:
             raise ConfigError(f'[engine] kind = "vllm" does not go together with {what}')
 
 
+def _check_quantized(config: Config) -> None:
+    unsupported = {
+        f'kind = "{config.engine.kind}"': config.engine.kind != "embedded",
+        "[lora]": config.lora is not None,
+        '[delivery] send = "delta"': config.delivery.send == "delta",
+        'staging = "none"': config.engine.staging == "none",
+    }
+    for what, used in unsupported.items():
+        if used:
+            raise ConfigError(f'[engine] quantize = "{config.engine.quantize}" does not go together with {what}')
+
+
 def _check_bind(section: str, bind: str) -> None:
     try:
         address = ipaddress.ip_address(bind)
@@ -227,13 +306,18 @@ def _check_bind(section: str, bind: str) -> None:
 def _check_algorithm(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> None:
     if algorithm.proximal == "recomputed" and algorithm.proximal_mix is not None:
         raise ConfigError("[algorithm] proximal_mix: a proximal policy that is recomputed has no mix (remove one)")
-    for name in ("icepop", "mis"):
+    for name in ("sequence_tis", "icepop", "mis"):
         low, high = getattr(algorithm, f"{name}_low"), getattr(algorithm, f"{name}_high")
         if low > high:
             raise ConfigError(f"[algorithm] {name}_low: {low} is above {name}_high {high}")
     buffer, longest = algorithm.overlong_buffer, rollouts.max_tokens
     if buffer > longest:
         raise ConfigError(f"[algorithm] overlong_buffer: {buffer} is above [rollouts] max_tokens {longest}")
+    if rollouts.truncates and algorithm.teacher_divergence != "sampled":
+        raise ConfigError(
+            f"[algorithm] teacher_divergence: {algorithm.teacher_divergence!r} compares whole distributions, and "
+            "[rollouts] top_k, top_p or min_p cut what is sampled from (remove them)"
+        )
     if not is_reference(algorithm.loss):
         if not is_reference(algorithm.advantage):
             _check_group(algorithm, rollouts)
@@ -251,7 +335,8 @@ def check_references(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> No
 
 def _check_group(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> None:
     """Raise `ConfigError` if an advantage that compares answers has only one, unless the loss uses no advantages."""
-    if rollouts.group_size < 2 and loss_facts(algorithm.loss).uses_rewards and compares_answers(algorithm.advantage):
+    compares = not algorithm.critic and compares_answers(algorithm.advantage)
+    if rollouts.group_size < 2 and loss_facts(algorithm.loss).uses_rewards and compares:
         raise ConfigError(
             f"[rollouts] group_size: advantage {algorithm.advantage!r} compares answers and needs at least 2"
         )
@@ -260,23 +345,66 @@ def _check_group(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> None:
 def _check_loss(algorithm: AlgorithmConfig, facts: LossFacts) -> None:
     """Raise `ConfigError` if the loss contradicts the teacher, the corrections, or a key that is not at its default."""
     loss, corrections = algorithm.loss, correction_facts()
-    learns = "teacher" in facts.needed(algorithm)
-    if learns and algorithm.teacher is None:
-        raise ConfigError(f"[algorithm] teacher: loss {loss!r} needs the directory of a model to learn from")
     for name in algorithm.corrections:
         if name in corrections.goes_by_rewards and not facts.uses_rewards:
             raise ConfigError(f"[algorithm] corrections: {name!r} goes by rewards, which loss {loss!r} does not")
+        if name in corrections.caps_weights and loss == "distillation" and algorithm.teacher_divergence != "sampled":
+            raise ConfigError(
+                f"[algorithm] corrections: {name!r} limits importance weights, and teacher_divergence "
+                f"{algorithm.teacher_divergence!r} has none"
+            )
         if name in corrections.caps_weights and not facts.caps_weights:
             raise ConfigError(
                 f"[algorithm] corrections: {name!r} limits importance weights, and loss {loss!r} does not declare "
                 "that it limits any (CAPS_WEIGHTS)"
             )
+    if algorithm.critic and not facts.uses_rewards:
+        raise ConfigError(f"[algorithm] critic: it judges by rewards, which loss {loss!r} does not use (remove it)")
+    if algorithm.reward_kl != "none" and not facts.uses_rewards:
+        raise ConfigError(f"[algorithm] reward_kl: it is paid from rewards, which loss {loss!r} does not use (set kl)")
+    taught = loss_facts("distillation").reads or () if algorithm.teacher_weight is not None else ()
+    for key in _changed(algorithm):
+        if facts.reads is not None and key not in (*facts.reads, *taught) and (readers := losses_that_read(key)):
+            raise ConfigError(f"[algorithm] {key}: loss {loss!r} does not look at it (only {', '.join(readers)})")
+
+
+def check_teachers(config: Config) -> None:
+    """Raise `ConfigError` if there is no teacher for a loss that needs one, or if nothing learns from a teacher."""
+    algorithm, facts, outside = config.algorithm, loss_facts(config.algorithm.loss), config.teachers
+    loss, learns = algorithm.loss, needs(algorithm).teacher
+    if learns and algorithm.teacher is None and not outside:
+        wants = f"loss {loss!r}" if "teacher" in facts.needed(algorithm) else "teacher_weight"
+        raise ConfigError(
+            f"[algorithm] teacher: {wants} needs the directory of a model to learn from, or [scorers.NAME] kind = "
+            '"teacher"'
+        )
+    for name, teacher in outside.items():
+        if algorithm.teacher is not None:
+            raise ConfigError(f"[algorithm] teacher: [scorers.{name}] is a teacher too; give one of the two")
+        if not learns:
+            raise ConfigError(
+                f"[scorers.{name}]: nothing learns from a teacher (loss 'distillation', or teacher_weight)"
+            )
+        if config.rollouts.truncates:
+            raise ConfigError(
+                f"[scorers.{name}]: a teacher outside of the trainer knows no [rollouts] top_k, top_p, min_p"
+            )
+        if teacher.url and config.rollouts.temperature != 1.0:
+            raise ConfigError(
+                f"[scorers.{name}] url: a server scores at temperature 1, and [rollouts] temperature is not"
+            )
+    if config.moving_teachers and (config.training.processes > 1 or config.training.offload or config.lora):
+        name = next(iter(config.moving_teachers))
+        raise ConfigError(f"[scorers.{name}] policy: not with several [training] ranks, offload or [lora]")
+    if "teacher_field" in _changed(algorithm) and len(outside) < 2:
+        raise ConfigError("[algorithm] teacher_field: there are no several teachers to choose from")
+    if loss == "distillation" and algorithm.teacher_weight is not None:
+        raise ConfigError("[algorithm] teacher_weight: loss 'distillation' learns from the teacher alone (remove it)")
     if algorithm.teacher is not None and not learns:
         learners = " or ".join(repr(name) for name in LOSSES if "teacher" in loss_facts(name).needs)
-        raise ConfigError(f"[algorithm] teacher: only loss {learners} learns from one")
-    for key in _changed(algorithm):
-        if facts.reads is not None and key not in facts.reads and (readers := losses_that_read(key)):
-            raise ConfigError(f"[algorithm] {key}: loss {loss!r} does not look at it (only {', '.join(readers)})")
+        raise ConfigError(f"[algorithm] teacher: only loss {learners} learns from one, or any loss with teacher_weight")
+    if "teacher_top_k" in _changed(algorithm) and not needs(algorithm).top_k:
+        raise ConfigError("[algorithm] teacher_top_k: only teacher_divergence 'forward' and 'reverse' compare them")
 
 
 def _check_ignored(algorithm: AlgorithmConfig) -> None:
@@ -288,6 +416,25 @@ def _check_ignored(algorithm: AlgorithmConfig) -> None:
                 raise ConfigError(f"[algorithm] {key}: only {correction!r} looks at it, which is not in corrections")
     if "kl_weight" in changed and algorithm.kl == "none":
         raise ConfigError("[algorithm] kl_weight: kl is 'none', so nothing has this weight (set kl)")
+    if "reward_kl_weight" in changed and algorithm.reward_kl == "none":
+        raise ConfigError(
+            "[algorithm] reward_kl_weight: reward_kl is 'none', so nothing has this price (set reward_kl)"
+        )
+    if "entropy_rate" in changed and algorithm.entropy_target is None:
+        raise ConfigError("[algorithm] entropy_rate: there is no entropy_target to follow (set it)")
+    if algorithm.critic:
+        for key in ("advantage", "credit"):
+            if key in changed:
+                raise ConfigError(f"[algorithm] {key}: the critic gives every token its advantage (remove one of them)")
+    for key in ("gae_lambda", "critic_learning_rate", "value_weight"):
+        if key in changed and not algorithm.critic:
+            raise ConfigError(f"[algorithm] {key}: there is no critic (set critic = true)")
+    if algorithm.credit == "rollout":
+        for key in ("baseline", "outcome_weight", *(() if algorithm.critic else ("discount",))):
+            if key in changed:
+                raise ConfigError(f"[algorithm] {key}: credit is 'rollout', so nothing finer is compared (set credit)")
+    elif algorithm.baseline == "state" and algorithm.credit != "turn":
+        raise ConfigError("[algorithm] baseline: 'state' is what precedes a turn (set credit = 'turn', or 'prefix')")
     if "overlong_penalty" in changed and not algorithm.overlong_buffer:
         raise ConfigError("[algorithm] overlong_penalty: overlong_buffer is 0, so no answer is punished (set it)")
 

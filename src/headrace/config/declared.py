@@ -93,17 +93,22 @@ class Needs(NamedTuple):
     reference: bool = False
     teacher: bool = False
     entropy: Literal["none", "value", "gradient"] = "none"
+    top_k: int = 0
+    """The number of the teacher's likeliest tokens; 0 if only the sampled tokens are compared."""
 
 
 def needs(algorithm: AlgorithmConfig) -> Needs:
     """Return which optional fields of `TokenInputs` are needed, by the loss and by the terms that are added to it."""
     fields = loss_facts(algorithm.loss).needed(algorithm)
     weight = algorithm.entropy_weight
+    bonus = weight or algorithm.entropy_target is not None
+    teacher = "teacher" in fields or algorithm.teacher_weight is not None
     return Needs(
         proximal="proximal" in fields,
-        reference="reference" in fields or algorithm.kl != "none",
-        teacher="teacher" in fields,
-        entropy="gradient" if "entropy" in fields or weight else "none" if weight is None else "value",
+        reference="reference" in fields or (algorithm.kl, algorithm.reward_kl) != ("none", "none"),
+        teacher=teacher,
+        entropy="gradient" if "entropy" in fields or bonus else "none" if weight is None else "value",
+        top_k=algorithm.teacher_top_k if teacher and algorithm.teacher_divergence != "sampled" else 0,
     )
 
 

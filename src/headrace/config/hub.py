@@ -20,7 +20,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from headrace.config.evaluate import EvaluationSetConfig
 from headrace.config.schema import AgentTaskConfig, Config, DatasetTaskConfig, MixtureConfig, ModelConfig, TaskConfig
+from headrace.config.scorers import JudgeConfig, ModelScorerSection, ScorerConfig
 from headrace.errors import ConfigError, DataError, ModelError, UserError, one_line
 
 DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
@@ -123,8 +125,9 @@ def pinned(config: Config) -> Pinned:
         model = msgspec.structs.replace(model, path=name.id, revision=commit(name, found, "[model] path"))
     else:
         model_dir(model)
-    if model.chat_template is not None and not is_template(model.chat_template):
-        model = msgspec.structs.replace(model, chat_template=_read_template(model.chat_template))
+    if model.chat_template is not None:
+        template = template_text(model.chat_template, "[model] chat_template")
+        model = msgspec.structs.replace(model, chat_template=template)
     if algorithm.teacher is not None and (name := parse_name(algorithm.teacher)) is not None:
         key = "[algorithm] teacher"
         found = find_model(algorithm.teacher, key=key)
@@ -151,22 +154,49 @@ def pinned(config: Config) -> Pinned:
         task = MixtureConfig(tasks={name: pinned_task(f"tasks.{name}", each) for name, each in task.tasks.items()})
     else:
         task = pinned_task("task", task)
-    return Pinned(msgspec.structs.replace(config, model=model, algorithm=algorithm, task=task), names)
+
+    def pinned_scorer(section: str, scorer: ScorerConfig) -> ScorerConfig:
+        if isinstance(scorer, ModelScorerSection) and (name := parse_name(scorer.model, scorer.revision)) is not None:
+            key = f"[{section}] model"
+            found = find_model(scorer.model, scorer.revision, key=key)
+            scorer = msgspec.structs.replace(scorer, model=name.id, revision=commit(name, found, key))
+        if isinstance(scorer, JudgeConfig):
+            text = template_text(scorer.template, f"[{section}] template")
+            scorer = msgspec.structs.replace(scorer, template=text)
+        return scorer
+
+    def pinned_set(section: str, given: EvaluationSetConfig) -> EvaluationSetConfig:
+        if (name := parse_name(given.path, given.revision)) is None:
+            return given
+        found = fetched_dataset(name, f"[{section}] path")
+        revision = commit(name, found, f"[{section}] path")
+        return msgspec.structs.replace(given, path=name.id, revision=revision)
+
+    sets = {name: pinned_set(f"evaluate.sets.{name}", each) for name, each in config.evaluate.sets.items()}
+    scorers = {name: pinned_scorer(f"scorers.{name}", scorer) for name, scorer in config.scorers.items()}
+    evaluate = msgspec.structs.replace(config.evaluate, sets=sets)
+    made = msgspec.structs.replace(
+        config, model=model, algorithm=algorithm, task=task, scorers=scorers, evaluate=evaluate
+    )
+    return Pinned(made, names)
 
 
 def is_template(text: str) -> bool:
-    """Return whether `[model] chat_template` holds a template itself, and not the path of a file with one."""
+    """Return whether a value is a template itself, and not the path of a file with one."""
     return "{" in text or "\n" in text
 
 
-def _read_template(path: str) -> str:
+def template_text(given: str, key: str) -> str:
+    """Return a template that is given as text, or as the path of a file that holds it. Raises `ConfigError`."""
+    if is_template(given):
+        return given
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(given).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"[model] chat_template: {path} cannot be read: {why}") from error
+        raise ConfigError(f"{key}: {given} cannot be read: {why}") from error
     if not is_template(text):
-        raise ConfigError(f"[model] chat_template: {path} holds no template")
+        raise ConfigError(f"{key}: {given} holds no template")
     return text
 
 

@@ -23,19 +23,20 @@ from typing import Any
 import msgspec
 import tomli_w
 
+from headrace.config.base import Section
 from headrace.config.checks import REFERENCES, check_together, in_section
+from headrace.config.evaluate import EvaluationSetConfig
 from headrace.config.other_names import key_for
 from headrace.config.paths import make_absolute
 from headrace.config.schema import (
     AgentTaskConfig,
     Config,
     MixtureConfig,
-    ScorerConfig,
-    Section,
     TaskConfig,
     is_reference,
     names_of,
 )
+from headrace.config.scorers import FUNCTION, FunctionScorerConfig, ScorerConfig, check_scorer
 from headrace.errors import ConfigError, one_line
 from headrace.types import POLICY, TASK
 
@@ -97,8 +98,13 @@ def _checked(given: _ShortForm) -> Config:
         del data["tasks"]
     elif isinstance(task := data.get("task"), Mapping) and task.get("kind") == MixtureConfig.__struct_config__.tag:
         raise ConfigError("[task] kind: several tasks are given by a section each, [tasks.NAME]")
-    for name, scorer in data.get("scorers", {}).items():
-        _check_scorer(name, scorer)
+    if scorers := data.get("scorers"):
+        data = {**data, "scorers": {name: _with_kind(scorer) for name, scorer in scorers.items()}}
+        for name, scorer in data["scorers"].items():
+            _check_scorer(name, scorer)
+    if isinstance(evaluate := data.get("evaluate"), Mapping) and "sets" in evaluate:
+        for name, each in _table("evaluate.sets", evaluate["sets"]).items():
+            _check_set(name, each)
     names = {"task_name": given.task or TASK, "policy_name": given.policy or POLICY}
     try:
         config = msgspec.convert({**data, **names}, Config, strict=True)
@@ -191,6 +197,10 @@ def _check_task(name: str, given: Any) -> None:
             raise ConfigError("[task] kind: agents cannot be mixed with other tasks; give a run of agents one task")
 
 
+def _with_kind(scorer: Any) -> Any:
+    return {"kind": FUNCTION, **scorer} if isinstance(scorer, Mapping) else scorer
+
+
 def _check_scorer(name: str, given: Any) -> None:
     """Check one scorer by itself, because msgspec does not name the entry of a table in its messages."""
     _check_name("scorers", name)
@@ -200,8 +210,19 @@ def _check_scorer(name: str, given: Any) -> None:
         scorer = msgspec.convert(given, ScorerConfig, strict=True)
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(str(error), "scorers").replace("[scorers]", f"[{place}]", 1)) from error
-    if not is_reference(scorer.scorer):
+    if isinstance(scorer, FunctionScorerConfig) and not is_reference(scorer.scorer):
         raise ConfigError(f"[{place}] scorer: {scorer.scorer!r} is not module:attribute, or file.py:attribute")
+    check_scorer(place, scorer)
+
+
+def _check_set(name: str, given: Any) -> None:
+    """Check one set of held-out prompts by itself, because msgspec does not name the entry of a table."""
+    _check_name("evaluate.sets", name)
+    try:
+        msgspec.convert(given, EvaluationSetConfig, strict=True)
+    except msgspec.ValidationError as error:
+        line = _explain(str(error), "evaluate.sets").replace("[evaluate.sets]", f"[evaluate.sets.{name}]", 1)
+        raise ConfigError(line) from error
 
 
 def _without_none(value: Any) -> Any:
@@ -365,8 +386,9 @@ def _known_keys(parts: list[str]) -> list[str]:
 
 
 def _kinds(section: str) -> list[type[Section]]:
-    """Return the structs of a section: several for a task, otherwise one, even for an optional section or a table."""
-    hint = typing.get_type_hints(Config).get(section)
+    """Return the structs of a section: several for a task or a scorer, otherwise one, even for an optional section."""
+    tables: dict[str, Any] = {"scorers": ScorerConfig, "evaluate.sets": EvaluationSetConfig}
+    hint = tables.get(section) or typing.get_type_hints(Config).get(section)
     kinds = typing.get_args(hint) or (hint,)
     sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
     return [kind for kind in sections if kind is not MixtureConfig]
@@ -375,7 +397,11 @@ def _kinds(section: str) -> list[type[Section]]:
 def _allowed_values(parts: list[str]) -> list[str]:
     if parts == ["task", "kind"]:
         return [str(task.__struct_config__.tag) for task in typing.get_args(TaskConfig)]
+    if parts == ["scorers", "kind"]:
+        return [str(scorer.__struct_config__.tag) for scorer in typing.get_args(ScorerConfig)]
     kinds = _kinds(parts[0]) if len(parts) > 1 else []
+    if parts and parts[0] == "scorers" and kinds:
+        kinds = [kind for kind in kinds if parts[1] in kind.__struct_fields__][:1]
     if len(kinds) != 1:
         return []
     [section] = kinds

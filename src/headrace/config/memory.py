@@ -16,6 +16,7 @@ from headrace.config.declared import needs, transport_facts
 from headrace.config.hub import model_dir, teacher_dir
 from headrace.config.model_dir import ModelFacts, model_facts
 from headrace.config.schema import Config, LoraConfig, TrainingConfig
+from headrace.config.staging import with_second_copy
 from headrace.errors import UserError
 
 STATE_BYTES = {"adamw": 16, "adamw_8bit": 10, "muon": 12}
@@ -260,7 +261,10 @@ def estimate(config: Config, facts: ModelFacts) -> dict[str, Any]:
     prompts = PROMPT_TOKENS / (rollouts.group_size if config.training.share_prefixes else 1)
     training = _training(config, facts, answers * (tokens + prompts))
     on_gpu = runs_on_gpu(config.training.device)
-    served = facts.parameters * BYTES[config.model.dtype]
+    size = BYTES[config.model.dtype]
+    served = facts.parameters * size
+    # A shared base is counted with the trainer.
+    own = 0 if config.lora is not None and config.lora.share_base else served_bytes(config, facts)
     longest = longest_sequence(engine.max_length, facts.max_positions)
     cache = engine.cache_tokens or engine.slots * min(longest, PROMPT_TOKENS + rollouts.max_tokens)
     return {
@@ -269,7 +273,7 @@ def estimate(config: Config, facts: ModelFacts) -> dict[str, Any]:
         "memory_bytes": {
             "trainer": trainer_memory(config, facts, teacher_facts(config), on_gpu=on_gpu).total,
             "offloaded": state_bytes(config, facts, on_gpu=on_gpu) if config.training.offload else 0,
-            "engine": 2 * served + cache * facts.kv_bytes_per_token * BYTES[config.model.dtype] // 4,
+            "engine": own + second_copy(config, facts) + _cache_bytes(config, facts, cache),
             "shared": 2 * served,
         },
         "trainer_ranks": config.training.processes,
@@ -280,11 +284,52 @@ def estimate(config: Config, facts: ModelFacts) -> dict[str, Any]:
 
 
 def least_engine_bytes(config: Config, facts: ModelFacts) -> int:
-    """Return the least GPU memory of one engine: live and staged weights, and the cache of one longest answer."""
-    size = BYTES[config.model.dtype]
+    """Return the least GPU memory of one engine: live and staged weights, and the cache of one longest answer.
+
+    With `staging = "auto"` the least is without staged weights, except those that were rounded.
+    """
     longest = longest_sequence(config.engine.max_length, facts.max_positions)
     tokens = config.engine.cache_tokens or min(longest, PROMPT_TOKENS + config.rollouts.max_tokens)
-    return 2 * facts.parameters * size + tokens * facts.kv_bytes_per_token * size // 4
+    fits_in_one = config.lora is None and with_second_copy(config).staging == "auto"
+    second = _converted_copy(config, facts) if fits_in_one else second_copy(config, facts)
+    return served_bytes(config, facts) + second + _cache_bytes(config, facts, tokens)
+
+
+def _cache_bytes(config: Config, facts: ModelFacts, tokens: int) -> int:
+    """Return the bytes of the keys and values of this many tokens. A CPU stores rounded ones in the model's dtype."""
+    rounded = config.engine.kv_dtype == "fp8" and runs_on_gpu(config.engine.device)
+    return tokens * facts.kv_bytes_per_token * (1 if rounded else BYTES[config.model.dtype]) // 4
+
+
+def second_copy(config: Config, facts: ModelFacts) -> int:
+    """Return the bytes of weights that an engine holds beside the live ones on its device.
+
+    They are a staged version, unless `[engine] staging` says otherwise. A version that is rounded is also staged in
+    that form, on the device. With a merged adapter they are the original weights, and with an unmerged one the staged
+    adapter.
+    """
+    whole = facts.parameters * BYTES[config.model.dtype]
+    if config.lora is not None and config.lora.serve == "merged":
+        return whole
+    if config.engine.staging in ("host", "none"):
+        return _converted_copy(config, facts)
+    return (
+        whole + _converted_copy(config, facts)
+        if config.lora is None
+        else trained_parameters(config.lora, facts) * BYTES[config.model.dtype]
+    )
+
+
+def served_bytes(config: Config, facts: ModelFacts) -> int:
+    """Return the bytes of an engine's live weights. In FP8, embeddings, projection and experts stay in full."""
+    fp8 = config.engine.quantize == "fp8" and not facts.experts
+    rounded = facts.parameters - _outer(facts) if fp8 else 0
+    return (facts.parameters - rounded) * BYTES[config.model.dtype] + rounded
+
+
+def _converted_copy(config: Config, facts: ModelFacts) -> int:
+    """Return the bytes of a staged version after it was rounded; 0 if versions are served as they arrive."""
+    return served_bytes(config, facts) if config.engine.quantize != "none" else 0
 
 
 def _generation(config: Config, facts: ModelFacts, answers: int, tokens: float) -> float:

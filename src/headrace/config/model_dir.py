@@ -7,12 +7,15 @@ is checked before it is used, so a broken file is one `ModelError`, which names 
 import json
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import DecodeError, Struct, ValidationError, convert
 from msgspec.json import decode
 
 from headrace.errors import ModelError, one_line
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 SHARDS = Path("trainer") / "shards"
 """The folder in which checkpoints of an older version keep the shards of several ranks, with a pickled index."""
@@ -81,14 +84,20 @@ def check_model_dir(path: Path, weights: str, *, tokenizer: bool = False, key: s
     return config
 
 
-def check_teacher(path: Path, model: Path, weights: str = "load") -> None:
+def weights_stamp(path: Path) -> str:
+    """Return a text that differs when the files of a model's weights were replaced by others."""
+    files = sorted(path.glob("*.safetensors"))
+    return " ".join(f"{file.name}:{file.stat().st_size}:{file.stat().st_mtime_ns}" for file in files)
+
+
+def check_teacher(path: Path, model: Path, weights: str = "load", *, key: str = "[algorithm] teacher") -> None:
     """Raise `ModelError` unless the teacher's directory is complete and the teacher knows the model's tokens.
 
     Every token of the model's tokenizer must be the same token of the teacher's. Embeddings may have more rows than the
     tokenizer has tokens, but the teacher must have a row for every row of the model. A teacher's directory without a
-    tokenizer is taken as it is, if both have as many rows.
+    tokenizer is taken as it is, if both have as many rows. Other models that read the model's tokens, such as reward
+    models, are checked in the same way. `key` is the key of the configuration that names the teacher.
     """
-    key = "[algorithm] teacher"
     theirs, ours = (
         text_config(config).get("vocab_size") or 0
         for config in (check_model_dir(path, "load", key=key), check_model_dir(model, weights))
@@ -97,11 +106,7 @@ def check_teacher(path: Path, model: Path, weights: str = "load") -> None:
         if theirs != ours:
             raise ModelError(f"{key}: {path} has a vocabulary of {theirs} tokens, the model one of {ours}")
         return
-    known = {id: token for token, id in _vocabulary(path, key).items()}
-    for token, id in sorted(_vocabulary(model, "[model] path").items(), key=lambda pair: pair[1]):
-        if known.get(id) != token:
-            there = f"is {known[id][:80]!r} there" if id in known else "does not exist there"
-            raise ModelError(f"{key}: {path} has another tokenizer: token {id}, {token[:80]!r} in the model, {there}")
+    check_tokens(path, model, key)
     if theirs < ours:
         raise ModelError(
             f"{key}: {path} has an embedding of {theirs} rows, the model one of {ours}; the teacher could not score "
@@ -109,16 +114,30 @@ def check_teacher(path: Path, model: Path, weights: str = "load") -> None:
         )
 
 
-def _vocabulary(path: Path, key: str) -> dict[str, int]:
+def check_tokens(path: Path, model: Path, key: str) -> None:
+    """Raise `ModelError` unless every token of the model's tokenizer is the same token of the other tokenizer."""
+    known = {id: token for token, id in vocabulary(path, key).items()}
+    for token, id in sorted(vocabulary(model, "[model] path").items(), key=lambda pair: pair[1]):
+        if known.get(id) != token:
+            there = f"is {known[id][:80]!r} there" if id in known else "does not exist there"
+            raise ModelError(f"{key}: {path} has another tokenizer: token {id}, {token[:80]!r} in the model, {there}")
+
+
+def vocabulary(path: Path, key: str) -> dict[str, int]:
     """Return the id of every token of the directory's tokenizer."""
+    found: dict[str, int] = load_tokenizer(path, key).get_vocab(with_added_tokens=True)
+    return found
+
+
+def load_tokenizer(path: Path, key: str) -> "Tokenizer":
+    """Return the directory's tokenizer. Raises `ModelError` that begins with `key` if it cannot be read."""
     from tokenizers import Tokenizer  # loaded late: most commands need no tokenizer
 
     try:
         tokenizer: Tokenizer = Tokenizer.from_file(str(path / TOKENIZER))
     except Exception as error:  # the library raises bare Exceptions
         raise ModelError(f"{key}: {path / TOKENIZER} cannot be read: {one_line(str(error), 200)}") from error
-    found: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    return found
+    return tokenizer
 
 
 def model_facts(path: Path, weights: str) -> ModelFacts:

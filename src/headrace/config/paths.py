@@ -17,7 +17,10 @@ HUB_KEYS = {("model", "path"), ("algorithm", "teacher"), ("task", "path"), ("tas
 """Keys that hold a path or a name on the hub."""
 WRITTEN = {("training", "checkpoint_directory"), ("delivery", "directory")}
 """Keys of directories that a run writes to. A URL stays as it is."""
-FREE = {"config", "system", "suffix", "arguments", "command", "stop", "fields", "hosts", "urls"}
+FREE = {
+    "config", "system", "suffix", "arguments", "command", "stop", "fields", "hosts", "urls", "url", "pattern",
+    "answer_pattern", "environment", "markers", "tag", "good", "bad",
+}  # fmt: skip
 """Keys whose values are the user's own words. They are never taken for a path."""
 _FILE_REFERENCE = re.compile(r"(?P<file>[^\n]*\.py):(?P<attribute>[A-Za-z_][\w.]*)")
 
@@ -36,6 +39,8 @@ def _tasks(tasks: Mapping[str, Any], base: Path) -> dict[str, Any]:
 
 
 def _inside(value: Any, place: tuple[str, ...], base: Path, sections: Mapping[str, Any]) -> Any:
+    if place[0] == "scorers" and place[2:] == ("command",) and isinstance(value, list):
+        return [_file_or_word(word, base) for word in value]
     if len(place) > 1 and place[-1] in FREE:
         return value
     if place == ("observe", "tracker_options") and isinstance(value, Mapping):
@@ -54,6 +59,13 @@ def _inside(value: Any, place: tuple[str, ...], base: Path, sections: Mapping[st
         return value if is_url(value) else _joined(value, Path.cwd())
     if place == ("model", "chat_template"):
         return value if is_template(value) else _joined(value, base)
+    if place[0] == "scorers" and place[2:] in (("model",), ("tokenizer",)):
+        pinned = isinstance(values := sections["scorers"][place[1]], Mapping) and values.get("revision")
+        return _model_or_data(value, base, named=bool(pinned))
+    if place[:2] == ("evaluate", "sets") and place[3:] == ("path",):
+        return _model_or_data(value, base, named=bool(sections["evaluate"]["sets"][place[2]].get("revision")))
+    if place[0] == "scorers" and place[2:] == ("template",):
+        return value if is_template(value) else _joined(value, base)
     if place == ("engine", "python"):
         return _joined(value, base) if "/" in value else value
     if reference := _FILE_REFERENCE.fullmatch(value):
@@ -66,6 +78,13 @@ def _model_or_data(value: str, base: Path, *, named: bool) -> str:
     if looks_like_name(value) and (named or "@" in value or not Path(_joined(value, base)).exists()):
         return value
     return value if is_url(value) else _joined(value, base)
+
+
+def _file_or_word(word: Any, base: Path) -> Any:
+    """Return the path of a file, if a word of a program's command is one."""
+    if not isinstance(word, str) or not word or "\0" in word or not Path(_joined(word, base)).is_file():
+        return word
+    return _joined(word, base)
 
 
 def _joined(value: str, base: Path) -> str:

@@ -63,6 +63,15 @@ def remarks(config: Config, facts: ModelFacts) -> list[str]:
             f"[engine] arguments: servers quantise the weights that they load ({method}), so ratios are not 1 at lag "
             "0; the digest is checked when a version is staged, and only the canary checks what is served"
         )
+    for key, rounded in (
+        ("quantize", config.engine.quantize != "none"),
+        ("kv_dtype", config.engine.kv_dtype != "auto"),
+    ):
+        if rounded and not algorithm.corrections:
+            found.append(
+                f"[engine] {key}: tokens are sampled by a rounded model ({getattr(config.engine, key)}), so ratios are "
+                'not 1 at lag 0, and nothing limits them (set [algorithm] corrections, such as ["tis"])'
+            )
     if rollouts.min_group is not None and rollouts.min_group < rollouts.group_size:
         found.append(
             "[rollouts] min_group: the answers that a group leaves behind are its longest, so what is trained is "

@@ -4,44 +4,34 @@ The TOML sections have the names of the stages. Unknown keys are errors. `tests/
 because adding a key is a feature and renaming a key breaks every user.
 """
 
-import pkgutil
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, field
+from msgspec.structs import replace
 
+from headrace.config.algorithm import LOSSES as LOSSES
+from headrace.config.algorithm import AlgorithmConfig as AlgorithmConfig
+from headrace.config.base import (
+    PROCESSES as PROCESSES,
+)
+from headrace.config.base import (
+    BelowOne,
+    Fraction,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Processes,
+    Share,
+)
+from headrace.config.base import Gpus as Gpus
+from headrace.config.base import Names as Names
+from headrace.config.base import Section as Section
+from headrace.config.base import is_reference as is_reference
+from headrace.config.base import names_of as names_of
+from headrace.config.evaluate import EvaluateConfig
+from headrace.config.scorers import ModelScorerSection, ScorerConfig, TeacherConfig
 from headrace.types import POLICY, TASK
-
-
-class Names(tuple[str, ...]):
-    """The names that a key takes: `kind: Annotated[str, Names(("embedded", "vllm"))]`.
-
-    A reference to the user's code, `module:attribute` or `path/to/file.py:attribute`, is allowed too. Only its form is
-    checked here; the stage that the key belongs to imports it.
-    """
-
-
-Positive = Annotated[int, Meta(ge=1)]
-PROCESSES = 4096
-"""The most processes of one role."""
-Processes = Annotated[int, Meta(ge=1, le=PROCESSES)]
-NonNegative = Annotated[int, Meta(ge=0)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
-NonNegativeFloat = Annotated[float, Meta(ge=0)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
-Share = Annotated[float, Meta(gt=0, le=1)]
-BelowOne = Annotated[float, Meta(ge=0, lt=1)]
-Gpus = NonNegative | str | list[NonNegative]
-"""A number of GPUs, a list of their indices, or a text: `"auto"`, `"0-5,7"`, `"host:0-3"`."""
-
-POLICY_LOSSES = Path(__file__).parents[1] / "algorithms" / "losses" / "policy"
-"""The folder of the built-in losses. Its modules are listed, not imported, because they need torch."""
-
-LOSSES = Names(module.name for module in pkgutil.iter_modules([str(POLICY_LOSSES)]))
-
-
-class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The base class of every section. A key that is not declared is an error."""
 
 
 class RunConfig(Section, frozen=True):
@@ -222,6 +212,15 @@ class EngineConfig(Section, frozen=True):
     """GPU: capture decode steps as CUDA graphs."""
     compile: bool = True
     """GPU: compile the model's layers when the engine starts. `docs/performance.md` says how long this takes."""
+    fuse_projections: bool = False
+    """GPU, compiled layers: compute queries, keys and values in one matrix product, and gate and up in another. The
+    parameters become views of one memory, under their own names. Layers with adapters stay as they are."""
+    router_kernel: bool = False
+    """GPU, compiled layers, mixtures of experts: let routers choose their experts by a kernel in place of torch's
+    `topk`. The kernel was tested without a GPU only, and its gain is not measured yet."""
+    expert_kernels: bool = True
+    """GPU: decode mixtures of experts with Headrace's own kernels, where they fit the model. `false` leaves the experts
+    to torch, to find out whether the kernels are at fault."""
     threads: Processes = 1
     """The number of compute threads of each engine process (CPU)."""
     slots: Positive = 64
@@ -244,6 +243,18 @@ class EngineConfig(Section, frozen=True):
     kv: Literal["keep", "recompute"] = "recompute"
     """What happens to the KV cache of running sequences when new weights arrive: `keep` it, or `recompute` it under the
     new weights."""
+    staging: Literal["auto", "device", "host", "none"] = "auto"
+    """Where an embedded engine holds a new version until it is live. `device`: beside the live weights. `host`: in host
+    memory. `none`: nowhere; while decoding is stopped, the version is copied straight over the live weights and proved
+    before the next token. `auto`: `device`, or `none` on a GPU whose memory is needed for the KV cache; the run says
+    which, and why ([details](engine.md#where-new-weights-are-staged))."""
+    quantize: Literal["none", "fp8"] = "none"
+    """Embedded engines: `fp8` serves the linear layers in FP8. Their weights are rounded as they arrive, with one scale
+    for each output, and their inputs in every step, with one scale for each token. Sampled tokens carry the
+    log-probabilities of the rounded model ([details](engine.md#linear-layers-in-fp8))."""
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    """Embedded engines: `fp8` stores keys and values in FP8, in half the memory of 16 bits; `auto` stores them in the
+    dtype of the model."""
     python: str = ""
     """vLLM: the Python interpreter of vLLM's own environment (`make vllm` creates `.venv-vllm/bin/python`)."""
     urls: list[str] = []
@@ -319,17 +330,6 @@ class ScoringConfig(Section, frozen=True):
     """Control experiment: give every rollout the reward of another rollout of the same batch, chosen at random."""
 
 
-class ScorerConfig(Section, frozen=True):
-    """[scorers.NAME]: a scorer that judges rollouts. Without any, the task's own reward is the only scorer."""
-
-    scorer: str
-    """The scorer: `module:attribute`, or `path/to/file.py:attribute`."""
-    weight: float = 1.0
-    """The weight of this scorer's values in a rollout's reward."""
-    config: dict[str, Any] = {}
-    """The arguments of the scorer."""
-
-
 class BufferConfig(Section, frozen=True):
     """[buffer]: how far generation may run ahead of training."""
 
@@ -357,73 +357,6 @@ class BufferConfig(Section, frozen=True):
     """The most groups that may be under way, as a multiple of the slots that `depth` gives. The additional groups
     replace those that `filter` is expected to leave out, at the rate measured so far. If fewer are left out than
     expected, the surplus groups are dropped, so the lag bound holds."""
-
-
-class AlgorithmConfig(Section, frozen=True):
-    """[algorithm]: how rewards become a loss."""
-
-    advantage: Annotated[str, Names(("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus"))] = "grpo"
-    """How the advantage follows from the reward R. `grpo`: `(R - mean) / std` of the group. `dr_grpo`: `R - mean`.
-    `rloo`: `R - mean of the others`. `maxrl`: `(R - mean) / mean`. `reinforce_plus_plus`: `(R - mean) / std` of the
-    whole step."""
-    loss: Annotated[str, LOSSES] = "cispo"
-    """The policy loss, computed from importance ratios and advantages. `docs/losses.md` has the formulas."""
-    clip_low: NonNegativeFloat | None = None
-    """The ratio is clipped below at 1 - clip_low. The default depends on the loss: 0.2, and 0.0003 for gspo."""
-    clip_high: NonNegativeFloat | None = None
-    """The ratio is clipped above at 1 + clip_high. The default depends on the loss: 0.28 for cispo, dapo and
-    distillation, 0.2 for grpo and decoupled_ppo, 0.0004 for gspo."""
-    sapo_tau_positive: PositiveFloat = 1.0
-    """How fast the gate of sapo closes for tokens with a positive advantage."""
-    sapo_tau_negative: PositiveFloat = 1.05
-    """How fast the gate of sapo closes for tokens without a positive advantage."""
-    dppo_delta: NonNegativeFloat = 0.2
-    """How far a token's probability may move before dppo_tv excludes the token."""
-    proximal: Literal["interpolated", "recomputed"] = "interpolated"
-    """The proximal policy of decoupled_ppo. `interpolated`: between the sampler and the policy. `recomputed`: the
-    weights with which the version in training began; this needs a copy of them and one more forward pass."""
-    proximal_mix: Fraction | None = None
-    """The sampler's share in the interpolated proximal policy of decoupled_ppo. By default 1 / lag of the token, and 0
-    at lag 0."""
-    teacher: str | None = None
-    """distillation: the model to learn from: a directory, or a name on the hub, `owner/name` or `owner/name@revision`.
-    Its tokenizer must be that of the trained model."""
-    kl: Literal["none", "k1", "k2", "k3"] = "none"
-    """The estimate of the divergence from the reference policy that is added to the loss. It needs one more forward
-    pass. The reference is a copy of the weights before the first policy step, after a warm start if there is one. With
-    [lora] the reference is the base model without the adapter: it needs no copy, and does not include what a warm start
-    has trained."""
-    kl_weight: NonNegativeFloat = 1e-3
-    """The weight of `kl` in the loss."""
-    entropy_weight: NonNegativeFloat | None = None
-    """The weight of the entropy bonus at trained tokens. 0 only measures the entropy. By default the entropy is not
-    computed."""
-    corrections: list[Literal["tis", "icepop", "mis", "opsm"]] = []
-    """How tokens on which policy and sampler disagree are treated, with any loss. Several corrections can be
-    combined."""
-    tis_cap: PositiveFloat = 2.0
-    """tis: the largest importance weight of a token in the gradient."""
-    icepop_low: NonNegativeFloat = 0.5
-    """icepop: a token with a smaller ratio is left out."""
-    icepop_high: PositiveFloat = 5.0
-    """icepop: a token with a larger ratio is left out."""
-    mis_ratio: Literal["product", "mean"] = "product"
-    """mis: how a sequence's ratio follows from its tokens' ratios: their `product`, or their geometric `mean`."""
-    mis_low: NonNegativeFloat = 0.0
-    """mis: a sequence with a smaller ratio is left out."""
-    mis_high: PositiveFloat = 2.0
-    """mis: a sequence with a larger ratio is left out."""
-    opsm_limit: NonNegativeFloat = 1e-4
-    """opsm: if a sequence's mean of log(sampler / policy) is larger, its tokens with negative advantage are left
-    out."""
-    overlong_buffer: NonNegative = 0
-    """The overlong penalty rises over this many tokens before `[rollouts] max_tokens`. 0 switches it off."""
-    overlong_penalty: NonNegativeFloat = 1.0
-    """The overlong penalty: how much the reward loses at `max_tokens` when `overlong_buffer` is on."""
-    length_penalty: NonNegativeFloat = 0.0
-    """How much the reward loses at `max_tokens`. Shorter answers lose in proportion to their length."""
-    normalize: Literal["token", "sequence", "constant"] = "token"
-    """What the loss is averaged over: the step's tokens, its sequences, or `groups x group_size x max_tokens`."""
 
 
 class TrainingConfig(Section, frozen=True):
@@ -473,7 +406,7 @@ class TrainingConfig(Section, frozen=True):
     clip_norm: PositiveFloat = 1.0
     """The largest global norm of a step's gradient. Larger gradients are scaled down."""
     max_skipped: Positive = 10
-    """A step whose gradients are not finite is skipped. The run ends after this many skipped steps in a row."""
+    """A step whose loss or gradients are not finite is skipped. The run ends after this many skipped steps in a row."""
     micro_batch_tokens: Positive = 8192
     """The number of tokens in one forward and backward pass."""
     share_prefixes: bool = True
@@ -517,6 +450,9 @@ class LoraConfig(Section, frozen=True):
     serve: Literal["merged", "unmerged"] = "merged"
     """How engines apply the adapter. `merged`: they add it to their weights at every swap. `unmerged`: they compute it
     beside the weights in every pass."""
+    share_base: bool = False
+    """Hold the frozen weights once for the trainer and all engines of a host, in shared memory (on a CPU, with
+    `serve = "unmerged"`; [details](lora.md#one-base-for-both))."""
 
     @property
     def scaling(self) -> float:
@@ -570,30 +506,6 @@ class DeliveryConfig(Section, frozen=True):
     the difference at the first version, and at least 1e-3."""
     deadline: PositiveFloat = 120.0
     """Seconds in which an engine must prove a version."""
-
-
-class EvaluateConfig(Section, frozen=True):
-    """[evaluate]: evaluation on held-out prompts, before, during and after training."""
-
-    every: NonNegative = 0
-    """The number of versions between evaluations during the run. 0 evaluates only before and after."""
-    prompts: NonNegative | None = None
-    """The number of held-out prompts, which are never trained on. 0 switches evaluation off. By default all prompts of
-    a held-out file, if there is one."""
-    during: NonNegative = 0
-    """The number of prompts of each evaluation during the run. 0 takes all."""
-    samples: Positive = 1
-    """The number of answers per prompt, for pass@k. They differ only at a temperature above 0."""
-    temperature: NonNegativeFloat = 0.0
-    """The sampling temperature of evaluations. 0 is greedy."""
-    deadline: PositiveFloat = 600.0
-    """Seconds that an evaluation during the run may take. It holds its engines at one version meanwhile: at least one,
-    and a quarter of all. After that the evaluation is given up, which is printed and recorded."""
-
-    @property
-    def longest_hold(self) -> float:
-        """The seconds for which an engine may take no new version because it answers held-out prompts."""
-        return self.deadline if self.every else 0.0
 
 
 class GatewayConfig(Section, frozen=True):
@@ -708,14 +620,41 @@ class Config(Section, frozen=True):
             return {f"tasks.{name}": task for name, task in self.task.tasks.items()}
         return {"task": self.task}
 
+    @property
+    def teachers(self) -> dict[str, TeacherConfig]:
+        """The teachers outside of the trainer, by their names among the scorers."""
+        return {name: one for name, one in self.scorers.items() if isinstance(one, TeacherConfig)}
 
-def names_of(section: type[Struct], key: str) -> Names | None:
-    """Return the names that this key of a section takes beside a reference; None for a key of another type."""
-    hint = get_type_hints(section, include_extras=True)[key]
-    return next((each for each in get_args(hint) if isinstance(each, Names)), None)
+    @property
+    def scorer_models(self) -> dict[str, ModelScorerSection]:
+        """The sections of the models that score in worker processes of their own. `scorer-0` is that of the first."""
+        sections = {f"scorers.{name}": section for name, section in self.scorers.items()}
+        return {name: one for name, one in sections.items() if isinstance(one, ModelScorerSection) and _has_model(one)}
+
+    @property
+    def moving_teachers(self) -> dict[str, TeacherConfig]:
+        """The teachers that follow the policy, by their names among the scorers."""
+        return {name: one for name, one in self.teachers.items() if one.policy != "none"}
 
 
-def is_reference(value: str) -> bool:
-    """Return whether a value has the form of a reference to the user's code."""
-    where, _, attribute = value.rpartition(":")
-    return bool(where.strip() and attribute.strip())
+def _has_model(section: ModelScorerSection) -> bool:
+    return bool(section.model) or (isinstance(section, TeacherConfig) and section.policy != "none")
+
+
+def as_engine(config: Config, scorer: ModelScorerSection) -> Config:
+    """Return the configuration under which an engine of ours serves the model of a scorer."""
+    return replace(
+        config,
+        # A teacher without a model of its own follows the policy, and has its model.
+        model=ModelConfig(path=scorer.model, revision=scorer.revision, dtype=scorer.dtype)
+        if scorer.model
+        else config.model,
+        engine=EngineConfig(
+            device="cuda" if scorer.gpus else "cpu",
+            memory_fraction=scorer.memory_fraction,
+            threads=scorer.threads,
+            slots=scorer.slots,
+            max_length=scorer.max_length,
+        ),
+        lora=None,
+    )

@@ -100,8 +100,8 @@ class Proof(msgspec.Struct, kw_only=True):
     engine: str
     version: int
     accepted: bool
-    """False if the version was rejected while staged, so nothing was swapped, or if the live weights are wrong
-    (`quarantined`)."""
+    """False if the version was rejected while staged, so nothing was swapped, or if the live weights are wrong or
+    incomplete (`quarantined`)."""
     quarantined: bool = False
     """Whether the live weights do not match. The engine then serves nothing until a later version is proved."""
     reason: str = ""

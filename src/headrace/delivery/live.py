@@ -15,6 +15,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from headrace.delivery.copying import all_on, copy_all
+from headrace.delivery.digest import digest
 from headrace.delivery.plan import PackingPlan, dtype_of
 from headrace.errors import DeliveryError
 
@@ -72,23 +73,41 @@ class DeviceSide:
     def digest_staged(self, plan: PackingPlan, live: _Tensors, staged: _Tensors) -> int:
         """Return the digest of the staged weights, after waiting for it.
 
-        Meanwhile prepare the copy and the live digest of `install`, so that decoding does not wait for that.
+        Meanwhile prepare the copy and the live digest of `install`, so that decoding does not wait for that. Weights
+        that are not on this GPU are digested where they are.
         """
+        if next(iter(staged.values())).device != self._stage.device:
+            self.prepare_live(plan, live)
+            return digest(staged.items())
         prepared = self._prepare(plan, staged)
         launched = prepared.launch()
         self._copies.prepare(plan.digest, live, staged)
-        self._live = self._prepare(plan, live)
+        self.prepare_live(plan, live)
         return prepared.value(launched)
 
+    def prepare_live(self, plan: PackingPlan, live: _Tensors) -> None:
+        """Prepare the digest of the live weights, which `install` begins."""
+        self._live = self._prepare(plan, live)
+
+    def copy(self, plan: PackingPlan, live: _Tensors, staged: _Tensors) -> None:
+        """Copy the staged weights, on a GPU or in host memory, over the live weights on the current stream.
+
+        The call waits for the copy only if the staged weights are in host memory that is not pinned.
+        """
+        if next(iter(staged.values())).is_cuda:
+            self._copies.copy(plan.digest, live, staged)
+        else:
+            copy_all(live, staged, non_blocking=all(tensor.is_pinned() for tensor in staged.values()))
+
+    def await_copy(self) -> None:
+        """Wait until the last installation has read the staging buffer, because the host is about to write to it."""
+        if self._copied is not None:
+            _wait(self._copied, "the copy of the last version")
+
     def install(
-        self,
-        plan: PackingPlan,
-        live: _Tensors,
-        staged: _Tensors,
-        buffer: torch.Tensor | None,
-        installed: Callable[[], None] | None,
+        self, copy: Callable[[], None], buffer: torch.Tensor | None, installed: Callable[[], None] | None
     ) -> tuple[Callable[[], bool], Callable[[], int], Callable[[], float]]:
-        """Copy the staged weights over the live weights on the current stream, then begin the live digest.
+        """Call `copy`, which writes the live weights on the current stream, then begin the live digest.
 
         `buffer` is the staging buffer, if the receiver has one. `installed` is called after the copy was enqueued.
         The returned functions are the last three fields of `receiver.Installed`. The second raises `DeliveryError` if
@@ -99,8 +118,8 @@ class DeviceSide:
         stream = torch.cuda.current_stream(self._stage.device)
         began, ended = _timed_event(), _timed_event()
         began.record(stream)
-        self._copies.copy(plan.digest, live, staged)
-        if buffer is not None:
+        copy()
+        if buffer is not None and buffer.is_cuda:
             buffer.record_stream(stream)
         self._copied = stream.record_event()
         if installed:

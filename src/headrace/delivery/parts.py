@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -235,11 +235,13 @@ def fetch_parts(
     manifest: Manifest,
     targets: Mapping[str, torch.Tensor],
     live: Mapping[str, torch.Tensor] | None = None,
+    writing: Callable[[], None] = lambda: None,
 ) -> None:
     """Fill the targets, which are the manifest's whole tensors, from all parts. The caller checks the digest.
 
-    `live` are the weights that parts of a delta change. They are only read, and without them a delta is refused. Raises
-    `DeliveryError` unless the parts hold every element exactly once and do not change while being read.
+    `live` are the weights that parts of a delta change. They are only read, and without them a delta is refused.
+    `writing` is called when a part has arrived, before a target is written. Raises `DeliveryError` unless the parts
+    hold every element exactly once and do not change while being read.
     """
     held = [part_regions(part) for part in manifest.parts]
     # Checked before a byte is read, because the manifest alone shows whether an element is missing.
@@ -251,6 +253,7 @@ def fetch_parts(
             if live is None:
                 raise DeliveryError(f"version {manifest.version} is a change, and there are no weights to change")
             published = _patched(part, published, {name: live[name][at.slices] for name, at in regions.items()})
+        writing()
         for name, tensor in published.items():
             targets[name][regions[name].slices].copy_(tensor)
         source.verify(part.location, manifest.version)

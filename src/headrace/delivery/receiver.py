@@ -6,28 +6,51 @@ receiver is in quarantine from the first byte that `install` writes until `prove
 unproved weights a version.
 
 On a GPU only the copy interrupts decoding: `stage` and the live digest run on their own streams.
+
+Without a second copy of the weights (`staging = "none"`), a version that is not in memory which the engine can read in
+place is fetched by `install`, straight over the live weights. A version that proves wrong is fetched again, once. If
+that fails too, or the publisher dies in mid-copy, the old weights are gone: the receiver stays in quarantine until a
+version is proved.
+
+An engine may serve weights in another form than they arrive in (`headrace.delivery.conversion`). Then `stage` also
+converts them, and the live digest is that of the converted weights.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from headrace.delivery.base import Manifest, Proof, Score, Tolerance, canary_error, some_names
+from headrace.delivery.agreement import agreed_plan, check_casts, check_widths
+from headrace.delivery.base import Manifest, Proof, Score, Tolerance, canary_error
+from headrace.delivery.buckets import BUCKET_BYTES, cut
+from headrace.delivery.conversion import Conversion, Converted, Converter
 from headrace.delivery.copying import all_on, copy_all
 from headrace.delivery.delta import apply
 from headrace.delivery.digest import GrowingDigest, digest
 from headrace.delivery.live import DeviceSide
 from headrace.delivery.parts import fetch_parts
-from headrace.delivery.plan import PackingPlan, Views, dtype_name, dtype_of, make_plan, pack, plan_digest
+from headrace.delivery.plan import PackingPlan, Views, dtype_of, pack
 from headrace.delivery.transports import source
-from headrace.delivery.transports.base import Growing, PredictsPlaces, Relaying, Source
+from headrace.delivery.transports.base import Growing, PredictsPlaces, Relaying, Source, Spanning
 from headrace.errors import DeliveryError, WrongBase
 from headrace.types import NO_VERSION, Float32Array
+
+logger = logging.getLogger(__name__)
+
+BaseDigest = int | Callable[[], int]
+"""The digest of the weights under an adapter, or a function that computes it."""
+Staging = Literal["device", "host", "none"]
+"""Where a receiver holds weights that cannot stay where they arrived. `device`: beside the live weights. `host`: in
+host memory, which is pinned if the live weights are on a GPU. `none`: nowhere; they are copied straight over the live
+weights."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,12 +58,19 @@ class Staged:
     """Weights that arrived complete, have the right digest, and wait for `install`."""
 
     manifest: Manifest
-    weights: Mapping[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor] | None
+    """The weights; None if `install` fetches them, because there is no second copy."""
     seconds: float
     fetch_seconds: float
     """The part of `seconds` until all bytes had arrived; the rest was spent on checking them."""
     shared: bool
     """Whether the weights are still in the trainer's memory, where it wrote them, and not in the receiver's own."""
+    converted: Converted | None = None
+    """The weights in the form in which they become live, if that is another one. Then `weights` are these."""
+
+    def as_published(self, live: int) -> int:
+        """Return the digest of the live weights in a form that can be compared with the manifest's."""
+        return self.converted.as_published(live) if self.converted is not None else live
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,15 +99,24 @@ class Receiver:
         engine: str,
         keys: Path | None = None,
         installed: Callable[[], None] | None = None,
-        base_digest: int | None = None,
+        base_digest: BaseDigest | None = None,
+        staging: Staging = "device",
+        conversion: Conversion | None = None,
     ) -> None:
         """Create a receiver that updates `weights`, the live tensors of `engine`.
 
         `keys` is the file with the keys of the run, for transports that encrypt. `installed` is called as soon as new
         weights are in place, on the same stream, before they are digested and scored; there an engine updates the
         values that it derives from its weights. If `weights` are an adapter's, `base_digest` is the digest of the
-        weights under the adapter, and the receiver accepts only adapters to the same weights.
+        weights under the adapter, and the receiver accepts only adapters to the same weights. If it is a function,
+        those weights are shared with other processes, and the function digests them at every delivery. `conversion`
+        makes `weights` from versions that arrive in another form; it needs a place to stage them.
         """
+        if conversion is not None and staging == "none":
+            raise ValueError("weights that are converted need a place to be staged in")
+        self._staging = staging
+        self._converter = Converter(conversion, weights) if conversion is not None else None
+        self._arriving = self._converter.arriving if self._converter is not None else weights
         self._live = weights
         self._engine = engine
         self._after_copy = installed
@@ -93,6 +132,8 @@ class Receiver:
         """The receiver's own memory for weights that cannot stay where they arrived; allocated when first needed."""
         self._proved = NO_VERSION
         self._quarantined = False
+        self._touched = False
+        """Whether the installation that was begun last has written to a live weight."""
         self._staged: Staged | None = None
         self._installed: Installed | None = None
         self._busy = threading.Lock()
@@ -118,29 +159,26 @@ class Receiver:
             self._staged = None
             self._check_order(manifest.version)
             self._check_base(manifest)
-            plan = self._plan = _agreed_plan(manifest, self._live, self._plan)
-            started = time.monotonic()
-            opened = self._source(manifest.transport)
-            try:
-                weights, shared, fetched = self._digested(manifest, plan, on_arrival)
-            except DeliveryError:
-                if not isinstance(opened, Relaying) or not opened.relayed:
-                    raise
-                # Another engine relayed the version and something was wrong, so this time it comes from the trainer.
-                weights, shared, fetched = self._digested(manifest, plan, on_arrival)
-            _check_casts(weights, self._live)
-            self._staged = Staged(manifest, weights, time.monotonic() - started, fetched - started, shared)
-            if isinstance(opened, Relaying) and not manifest.parts:
-                opened.share(manifest.location, manifest.version)
+            plan = self._plan = agreed_plan(manifest, self._arriving, self._plan)
+            if self._fetches_late(manifest):
+                check_widths(manifest, self._live)
+                if self._gpu:
+                    self._gpu.prepare_live(plan, self._live)
+                on_arrival()
+                self._staged = Staged(manifest, None, 0.0, 0.0, shared=False)
+            else:
+                self._staged = self._stage(manifest, plan, on_arrival)
             return self._staged
 
     def install(self, staged: Staged) -> Installed:
         """Copy the staged version over the live weights. The receiver is in quarantine until `prove` succeeds.
 
-        On a GPU this method returns before the copy ends; the copy is enqueued on the current stream.
+        On a GPU this method returns before the copy ends; the copy is enqueued on the current stream. Without a second
+        copy of the weights it returns only when the live weights have the right digest, and fetches a wrong version
+        again, once. If it then raises `DeliveryError` and the receiver is in quarantine, the old weights are gone.
         """
         with self._alone("install", staged.manifest.version), torch.no_grad():
-            return self._install(staged)
+            return self._installed_right(staged)
 
     def prove(self, installed: Installed, logprobs: Float32Array) -> Proof:
         """Compare the live digest, and the canary's log-probabilities under the live weights, with the manifest's.
@@ -185,14 +223,15 @@ class Receiver:
         `score` raises, the receiver stays in quarantine until a version is proved.
         """
         with self._alone("swap", staged.manifest.version), torch.no_grad():
-            installed = self._install(staged)
+            installed = self._installed_right(staged)
             # Copied, because arrays from a channel are read-only and torch warns about read-only arrays.
             return self.prove(installed, score(staged.manifest.canary.token_ids.copy()))
 
     def load(self, manifest: Manifest, score: Score) -> Proof:
         """Stage, swap and prove a version in one call, for an engine that runs no forward pass meanwhile.
 
-        If the version cannot be staged, return a proof that is not accepted; the live weights do not change.
+        If the version cannot be staged, return a proof that is not accepted; the live weights do not change, unless
+        the proof says that the engine is in quarantine.
         """
         try:
             return self.swap(self.stage(manifest), score)
@@ -211,6 +250,8 @@ class Receiver:
             opened.close()
         self._sources.clear()
         self._memory = self._staged = self._installed = None
+        if self._converter:
+            self._converter.close()
         if self._gpu:
             self._gpu.close()
 
@@ -233,7 +274,8 @@ class Receiver:
 
         A delta to another version raises `WrongBase`; everything else raises a plain `DeliveryError`.
         """
-        version, base_digest = manifest.version, self._base_digest
+        version = manifest.version
+        base_digest = self._base_digest() if callable(self._base_digest) else self._base_digest
         if (manifest.kind == "adapter") != (base_digest is not None):
             wanted = "all weights, not an adapter" if base_digest is None else "an adapter"
             raise DeliveryError(f"version {version} is of kind {manifest.kind}, but this engine takes {wanted}")
@@ -242,34 +284,153 @@ class Receiver:
                 f"version {version} is an adapter to weights with digest {manifest.base_digest:016x}, but this engine's"
                 f" have {base_digest:016x}"
             )
+        if manifest.kind == "delta" and self._converter is not None:
+            raise WrongBase(f"version {version} is a change, and this engine does not keep what the change is made to")
         if manifest.kind == "delta" and (self._quarantined or self._proved != manifest.base):
             held = "unproved weights" if self._quarantined else f"version {self._proved}"
             raise WrongBase(f"version {version} is a change to version {manifest.base}, but this engine has {held}")
 
-    def _install(self, staged: Staged) -> Installed:
+    def _fetches_late(self, manifest: Manifest) -> bool:
+        """Return whether `install` fetches this version, because staging would need a second copy of the weights."""
+        if self._staging != "none":
+            return False
+        if manifest.kind == "delta":
+            raise WrongBase(f"version {manifest.version} is a change, and this engine has no second copy to change")
+        return bool(manifest.parts) or isinstance(self._source(manifest.transport), Spanning)
+
+    def _stage(self, manifest: Manifest, plan: PackingPlan, on_arrival: Callable[[], None]) -> Staged:
+        started = time.monotonic()
+        opened = self._source(manifest.transport)
+        try:
+            weights, shared, fetched = self._digested(manifest, plan, on_arrival)
+        except DeliveryError:
+            if not isinstance(opened, Relaying) or not opened.relayed:
+                raise
+            # Another engine relayed the version and something was wrong, so this time it comes from the trainer.
+            weights, shared, fetched = self._digested(manifest, plan, on_arrival)
+        check_casts(weights, self._arriving)
+        converted = None
+        if self._converter is not None:
+            converted = self._converted(manifest, self._converter, weights)
+            if shared:
+                opened.verify(manifest.location, manifest.version)
+            weights, shared = converted.weights, False
+        if isinstance(opened, Relaying) and not manifest.parts:
+            opened.share(manifest.location, manifest.version)
+        return Staged(manifest, weights, time.monotonic() - started, fetched - started, shared, converted)
+
+    def _converted(self, manifest: Manifest, converter: Converter, arrived: Mapping[str, torch.Tensor]) -> Converted:
+        """Convert a version that arrived right, and digest the result, which the live weights must equal."""
+        weights = converter.converted(arrived)
+        found = self._gpu.digest_staged(converter.plan, self._live, weights) if self._gpu else digest(weights.items())
+        return Converted(weights, converter.plan, manifest.digest, found)
+
+    def _installed_right(self, staged: Staged) -> Installed:
+        """Install a version. Without a second copy of the weights, wait for its digest, and fetch it again if wrong."""
+        manifest = staged.manifest
         if staged is not self._staged:
-            raise DeliveryError(f"version {staged.manifest.version} is no longer staged")
+            raise DeliveryError(f"version {manifest.version} is no longer staged")
+        if self._staging != "none":
+            return self._install(staged)
+        self._touched, started = False, time.monotonic()
+        try:
+            return self._awaited(self._install(staged), started)
+        except DeliveryError as error:
+            if not self._touched:
+                raise
+            logger.warning("version %d is fetched again: %s", manifest.version, error)
+        try:
+            return self._awaited(self._install(self._fetched_again(manifest)), started)
+        except DeliveryError as error:
+            self._installed = None
+            raise DeliveryError(f"{error}; the engine has no weights until a version is proved") from error
+
+    def _awaited(self, installed: Installed, started: float) -> Installed:
+        """Wait until the installed weights are digested; raises `DeliveryError` if they are wrong."""
+        manifest = installed.staged.manifest
+        found = installed.digest()
+        if found != manifest.digest:
+            raise DeliveryError(
+                f"the live weights have digest {found:016x} after the copy of version {manifest.version}, not"
+                f" {manifest.digest:016x}"
+            )
+        # The engine does nothing else until the proof, so it is stopped until then.
+        self._installed = Installed(installed.staged, lambda: True, lambda: found, lambda: time.monotonic() - started)
+        return self._installed
+
+    def _fetched_again(self, manifest: Manifest) -> Staged:
+        assert self._plan is not None
+        if self._fetches_late(manifest):
+            self._staged = Staged(manifest, None, 0.0, 0.0, shared=False)
+            return self._staged
+        with self._gpu.staging() if self._gpu else nullcontext():
+            self._staged = self._stage(manifest, self._plan, lambda: None)
+        return self._staged
+
+    def _install(self, staged: Staged) -> Installed:
         # Checked again, because since staging a newer version may have been proved or the place overwritten.
         self._check_order(staged.manifest.version)
         if staged.shared:
             self._source(staged.manifest.transport).verify(staged.manifest.location, staged.manifest.version)
         started = time.monotonic()
         self._staged = self._installed = None
-        self._quarantined = True
         if self._gpu:
-            assert self._plan is not None
-            buffer = self._memory.packed if self._memory else None
-            checks = self._gpu.install(self._plan, self._live, staged.weights, buffer, self._after_copy)
-            self._installed = Installed(staged, *checks)
+            own = self._memory.packed if self._memory else None
+            buffer = self._converter.packed if self._converter else own
+            ready, live_digest, seconds = self._gpu.install(partial(self._copy, staged), buffer, self._after_copy)
+            self._installed = Installed(staged, ready, lambda: staged.as_published(live_digest()), seconds)
         else:
-            copy_all(self._live, staged.weights)
+            self._copy(staged)
             if self._after_copy:
                 self._after_copy()
-            entries = staged.manifest.entries
-            found = digest((entry.name, self._live[entry.name].to(dtype_of(entry.dtype))) for entry in entries)
+            entries = staged.converted.plan.entries if staged.converted else staged.manifest.entries
+            live = digest((entry.name, self._live[entry.name].to(dtype_of(entry.dtype))) for entry in entries)
+            found = staged.as_published(live)
             # The engine does nothing else until the proof, so it is stopped until then.
             self._installed = Installed(staged, lambda: True, lambda: found, lambda: time.monotonic() - started)
         return self._installed
+
+    def _copy(self, staged: Staged) -> None:
+        """Write the version over the live weights. The receiver is in quarantine from the first byte on."""
+        assert self._plan is not None
+        manifest = staged.manifest
+        if staged.weights is not None:
+            self._begin_writing()
+            if self._gpu:
+                plan = staged.converted.plan if staged.converted else self._plan
+                self._gpu.copy(plan, self._live, staged.weights)
+            else:
+                copy_all(self._live, staged.weights)
+        elif manifest.parts:
+            self._copy_parts(manifest)
+        else:
+            self._copy_buckets(manifest, self._plan)
+
+    def _copy_parts(self, manifest: Manifest) -> None:
+        opened = self._source(manifest.transport)
+        fetch_parts(opened, manifest, self._live, writing=self._begin_writing)
+        if self._gpu:
+            torch.cuda.current_stream(self._device).synchronize()
+        if not opened.private:
+            # Checked again, because a copy on a GPU may have ended only now.
+            for part in manifest.parts:
+                opened.verify(part.location, manifest.version)
+
+    def _copy_buckets(self, manifest: Manifest, plan: PackingPlan) -> None:
+        opened = self._source(manifest.transport)
+        assert isinstance(opened, Spanning)
+        buckets = cut(plan.entries, BUCKET_BYTES)
+        largest = max(bucket.stop - bucket.start for bucket in buckets)
+        memory = torch.empty(largest, dtype=torch.uint8, pin_memory=self._gpu is not None)
+        with opened.spans(manifest.location, manifest.version, plan.entries) as read:
+            for bucket in buckets:
+                read(bucket.start, memory.numpy().data[: bucket.stop - bucket.start])
+                self._begin_writing()
+                copy_all(bucket.targets(self._live), bucket.unpack(memory))
+        opened.verify(manifest.location, manifest.version)
+
+    def _begin_writing(self) -> None:
+        self._touched = self._quarantined = True
 
     def _digested(
         self, manifest: Manifest, plan: PackingPlan, on_arrival: Callable[[], None]
@@ -283,8 +444,10 @@ class Receiver:
             )
             fetched = time.monotonic()
             on_arrival()
-            if self._gpu:
+            if self._gpu and self._converter is None:
                 found = self._gpu.digest_staged(plan, self._live, weights)
+            elif self._gpu and all_on(self._device, weights):
+                found = self._gpu.digest(plan, weights)
             else:
                 found = growing.value() if growing.begun else digest(weights.items())
         if found != manifest.digest:
@@ -317,12 +480,14 @@ class Receiver:
         if here and self._gpu and isinstance(opened, PredictsPlaces):
             for place in opened.upcoming(plan.entries):
                 self._gpu.foresee(plan, self._live, place)
-        weights = published if here else self._own(plan)
-        if not here:
+        # Without a second copy, the trainer's memory is read where it is, also from another device.
+        in_place = here or self._staging == "none"
+        weights = published if in_place else self._own(plan)
+        if not in_place:
             copy_all(weights, published, non_blocking=True)
             self._finish_staging()
         opened.verify(manifest.location, manifest.version)
-        return weights, here and not opened.private
+        return weights, in_place and not opened.private
 
     def _patched(self, manifest: Manifest, plan: PackingPlan) -> dict[str, torch.Tensor]:
         if not manifest.payload or len(manifest.payload) != 1:
@@ -332,7 +497,8 @@ class Receiver:
         weights = self._own(plan)
         assert self._memory is not None
         pack(self._memory.packed, plan.entries, self._live)
-        apply(published[manifest.payload[0].name], self._memory.packed[: plan.nbytes])
+        payload = published[manifest.payload[0].name].to(self._memory.packed.device)
+        apply(payload, self._memory.packed[: plan.nbytes])
         opened.verify(manifest.location, manifest.version)
         self._finish_staging()
         return weights
@@ -342,45 +508,10 @@ class Receiver:
             self._gpu.finish_staging()
 
     def _own(self, plan: PackingPlan) -> dict[str, torch.Tensor]:
+        on_host = self._staging == "host" and self._gpu is not None
         if self._memory is None or len(self._memory.packed) < plan.nbytes:
-            self._memory = Views(torch.empty(plan.nbytes, dtype=torch.uint8, device=self._device))
+            device = torch.device("cpu") if on_host else self._device
+            self._memory = Views(torch.empty(plan.nbytes, dtype=torch.uint8, device=device, pin_memory=on_host))
+        elif on_host and self._gpu:
+            self._gpu.await_copy()
         return self._memory.of(plan.entries)
-
-
-def _agreed_plan(manifest: Manifest, live: Mapping[str, torch.Tensor], known: PackingPlan | None) -> PackingPlan:
-    """Return the packing plan of a version, made from the engine's own tensors and the dtypes of the manifest.
-
-    `live` holds the tensors that the engine serves. Raises `DeliveryError` if the manifest has another plan. `known` is
-    the plan of the previous version; it is returned at once if the manifest has the same plan.
-    """
-    if known and known.digest == manifest.plan_digest and known.entries == tuple(manifest.entries):
-        return known
-    entries = {entry.name: entry for entry in manifest.entries}
-    if missing := live.keys() - entries.keys():
-        raise DeliveryError(f"version {manifest.version} lacks {some_names(missing)}")
-    if unknown := entries.keys() - live.keys():
-        raise DeliveryError(f"version {manifest.version} has {some_names(unknown)}, which this engine does not know")
-    for name, tensor in live.items():
-        entry = entries[name]
-        if entry.shape != tuple(tensor.shape):
-            raise DeliveryError(f"{name} is published with shape {entry.shape}, but lives with {tuple(tensor.shape)}")
-        if dtype_of(entry.dtype).is_floating_point != tensor.is_floating_point():
-            raise DeliveryError(f"{name} is published as {entry.dtype}, but lives as {dtype_name(tensor.dtype)}")
-    plan = make_plan((name, entries[name].dtype, tensor.shape) for name, tensor in live.items())
-    if not plan.digest == manifest.plan_digest == plan_digest(manifest.entries):
-        raise DeliveryError(f"version {manifest.version} is packed by another plan than this engine's")
-    return plan
-
-
-def _check_casts(weights: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]) -> None:
-    """Raise `DeliveryError` if the cast of a published tensor to the live tensor's dtype would lose precision."""
-    for name, tensor in weights.items():
-        target = live[name].dtype
-        if target != tensor.dtype:
-            back = tensor.to(target).to(tensor.dtype)
-            # Compared as bytes, so that a NaN equals itself and the two zeros differ.
-            if not torch.equal(back.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)):
-                raise DeliveryError(
-                    f"{name} is published as {dtype_name(tensor.dtype)} and loses precision as the engine's"
-                    f" {dtype_name(target)}"
-                )

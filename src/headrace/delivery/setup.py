@@ -17,6 +17,8 @@ from headrace.delivery.transports.segments import sweep
 from headrace.delivery.transports.storage import SETTING, owner_of, sweep_storage
 from headrace.delivery.transports.tcp_wire import KEYS, is_loopback, make_keys
 
+SHARED_BASE = "shared_base.json"
+"""The file of the run directory that says where the shared base of an adapter lies."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -110,4 +112,5 @@ def clean(config: DeliveryConfig, run_dir: Path) -> None:
     if not is_url(first) or transport_facts(choose(config).transport).uses_directory:
         for directory in (*(first.glob("rank-*") if isinstance(first, Path) else ()), first):
             sweep_storage(directory, owner_of(run_dir))
-    (run_dir / KEYS).unlink(missing_ok=True)
+    for file in (KEYS, SHARED_BASE):
+        (run_dir / file).unlink(missing_ok=True)

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from headrace.delivery.base import Manifest, Proof
-from headrace.types import NO_VERSION, Float32Array, Int16Array, Int32Array, Kept
+from headrace.types import NO_VERSION, Float32Array, Float64Array, Int16Array, Int32Array, Kept
 
 Interrupt = Literal["never", "abort", "drain", "block"]
 """What happens to running requests when new weights arrive.
@@ -54,6 +54,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """When one of these tokens is sampled, the sequence ends; the token is part of the sequence."""
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     """When the sampled tokens end with one of these, the sequence ends; the stop sequence is part of it."""
+    step_token_ids: tuple[int, ...] = ()
+    """Tokens that end a step. When one of them is sampled, the tokens so far are sent at once, and all deltas of the
+    request say when their tokens were sampled. Only embedded engines do this; other engines send tokens as usual."""
     record_kept: bool = False
     """Record, for every sampled token, which tokens truncation kept: at most the best `KEPT_LIMIT`."""
 
@@ -97,6 +100,8 @@ class Delta(msgspec.Struct, kw_only=True):
     """The tokens that truncation kept; set with `Sampling.record_kept`."""
     routing: Int16Array | None = None
     """[tokens, layers, k]: the experts that were chosen in the pass that drew each token (mixtures of experts only)."""
+    times: Float64Array | None = None
+    """When each token was sampled, in seconds of the engine's monotonic clock; set with `Sampling.step_token_ids`."""
 
 
 class Sampler(Protocol):
@@ -132,7 +137,9 @@ class Engine(Sampler, Protocol):
         """Stage and check these weights, swap them in between two steps, and prove the live weights.
 
         Weights that are rejected before the swap change nothing. If the live weights turn out wrong, the engine is in
-        quarantine until a later version is proved.
+        quarantine until a later version is proved. An engine without a second copy of its weights may lose the old
+        weights when it rejects new ones. The proof then says `quarantined`: all requests have ended with their partial
+        completions, and the engine samples nothing until a version is proved.
         """
 
 

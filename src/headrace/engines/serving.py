@@ -31,7 +31,7 @@ from headrace.delivery.base import Manifest, Proof
 from headrace.engines.base import Delta, Engine, Request, closing_deltas, failed_delta
 from headrace.engines.streams import StreamedEngine
 from headrace.errors import ChannelError, HeadraceError, PeerDied, one_line
-from headrace.types import Float32Array, Int32Array
+from headrace.types import Float32Array, Int32Array, TeacherScores
 
 FLUSH_SECONDS = 0.01
 """Deltas that arrive within this time are emitted together."""
@@ -97,6 +97,23 @@ class TokensScored(Message):
     logprobs: Float32Array
 
 
+class ScoreLikeliest(Message):
+    """Score a sequence as a teacher does. The answer is `LikeliestScored`. Only embedded engines answer it."""
+
+    token_ids: Int32Array
+    temperatures: Float32Array
+    """The temperature at which each token was sampled."""
+    k: int
+    vocabulary: int
+    """The likeliest tokens are chosen among the first so many tokens."""
+
+
+class LikeliestScored(Message):
+    """The scores of a sequence, with the proved version that gave them."""
+
+    scores: TeacherScores
+
+
 def send_deltas(link: WorkerLink, deltas: list[Delta]) -> None:
     """Send new tokens of any number of requests from a worker to the controller."""
     link.count_generated(sum(len(delta.token_ids) for delta in deltas))
@@ -132,6 +149,9 @@ def begin(message: Message, engine: Any) -> tuple[Any, Callable[[Any], Message] 
             return engine.load(manifest), lambda proof: LoadProved(proof=proof)
         case ScoreTokens(token_ids=token_ids):
             return engine.score(token_ids), lambda logprobs: TokensScored(logprobs=logprobs)
+        case ScoreLikeliest(token_ids=token_ids, temperatures=heat, k=k, vocabulary=vocabulary):
+            scored = engine.score_likeliest(token_ids, heat, k, vocabulary)
+            return scored, lambda scores: LikeliestScored(scores=scores)
     raise HeadraceError(f"an engine was sent a {type(message).__name__}")
 
 

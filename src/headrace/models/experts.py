@@ -5,11 +5,11 @@ Recording does not wait for the host, so it also works inside a compiled layer a
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import grouped_mm
@@ -21,6 +21,8 @@ from headrace.models.attention import COLUMN, number_of
 EXPERTS = "headrace"
 """The name for `model.set_experts_implementation(EXPERTS)`, which `prepare_experts` calls."""
 
+PRODUCTS = "headrace_products"
+"""The attribute of an experts module that holds its `ExpertProducts`, if it has other products than torch's."""
 _DISPATCHED = ("is_transposed", "has_gate", "has_bias")
 """The attributes that transformers' decorator leaves on a module that it dispatches. There is no common base class."""
 _ROUTING_CLASS = re.compile(r"(Experts?|Router|Gating|MoE|Moe|Mo[eE]Block)$")
@@ -30,6 +32,9 @@ _TRAINED_IN_FULL = ".modules_to_save."
 _MOST_EXPERTS = torch.iinfo(torch.int16).max
 _BLOCK = 8
 """How many experts are computed at once when all are. It is the same in every pass, as compiled layers require."""
+
+
+Activate = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,35 @@ class RoutingShape:
     experts: int
     recorded: bool = True
     """False for models that route outside transformers' experts interface: served, but never recorded."""
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of one layer's experts, as Hugging Face stores them: E experts, hidden size H, inner size I."""
+
+    up: torch.Tensor
+    """Gate and up: `[E, 2 * I, H]`, or `[E, H, 2 * I]` if transposed. Without a gate, I takes the place of 2 * I."""
+    up_bias: torch.Tensor | None
+    down: torch.Tensor
+    """`[E, H, I]`, or `[E, I, H]` if transposed."""
+    down_bias: torch.Tensor | None
+    transposed: bool
+
+
+class ExpertProducts(Protocol):
+    """Computes the experts of a layer in place of torch's grouped products."""
+
+    def __call__(
+        self,
+        experts: ExpertWeights,
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+        column: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the weighted sum of each token's experts, [T, H]. `index` and `weights` are [T, k].
+
+        With `column`, a number in host memory, `record_routing` must be called with it and with `index`.
+        """
 
 
 class RoutingRecorder:
@@ -78,14 +112,21 @@ def recording(recorder: RoutingRecorder | None) -> Iterator[None]:
         _recorder.reset(token)
 
 
-def prepare_experts(model: Any) -> RoutingShape | None:
-    """Route this model's experts through Headrace. Return its routing layout, or None for a dense model."""
+def prepare_experts(
+    model: Any, choose_products: Callable[[Any], ExpertProducts | None] = lambda module: None
+) -> RoutingShape | None:
+    """Route this model's experts through Headrace. Return its routing layout, or None for a dense model.
+
+    `choose_products` gets each experts module. Where it returns None, torch's grouped products are used.
+    """
     shape, modules = routing_shape(model), experts_modules(model)
     if shape is None or not modules:
         return shape
     model.set_experts_implementation(EXPERTS)
     if not all(module.config._experts_implementation == EXPERTS for module in modules.values()):
         shape = replace(shape, recorded=False)
+    for module in modules.values():
+        setattr(module, PRODUCTS, choose_products(module))
     if shape.recorded:
         for column, module in enumerate(modules.values()):
             setattr(module, COLUMN, column)
@@ -134,7 +175,7 @@ def _first(config: Any, names: tuple[str, ...]) -> int | None:
 @torch.library.custom_op("headrace::record_routing", mutates_args=())
 def _record_routing(index: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     # The returned index is used by the products, so a compiler can neither drop nor move the recording.
-    _record(index, int(column))
+    record_routing(index, int(column))
     return index.clone()
 
 
@@ -143,98 +184,110 @@ def _(index: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(index)
 
 
-def _record(index: torch.Tensor, column: int) -> None:
+def record_routing(index: torch.Tensor, column: int) -> None:
+    """Store the experts of one layer, [T, k], in the current recorder, if there is one."""
     if (recorder := _recorder.get()) is not None:
         recorder.write(column, index)
 
 
 def _experts(module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
     """Return the weighted sum of each token's experts, [T, H]. This is transformers' experts interface."""
+    experts = weights_of(module)
+    if top_k_weights.shape != top_k_index.shape:
+        raise ModelError(f"{type(module).__name__} weighs its experts in a form that is not known: it cannot be served")
+    products: ExpertProducts | None = getattr(module, PRODUCTS, None)
+    column = None
     if torch.compiler.is_compiling():
         column = number_of(module, COLUMN)
-        if column is not None:
+        if column is not None and products is None:
             # The operation is opaque to the compiler, so one compiled layer serves passes with and without a recorder.
             top_k_index = _record_routing(top_k_index, column)
     elif hasattr(module, COLUMN):
-        _record(top_k_index, getattr(module, COLUMN))
-    if top_k_weights.shape != top_k_index.shape:
-        raise ModelError(f"{type(module).__name__} weighs its experts in a form that is not known: it cannot be served")
-    compute = _grouped if _groups(module, hidden) else _every_expert
-    return compute(module, hidden, top_k_index, top_k_weights).to(hidden.dtype)
+        record_routing(top_k_index, getattr(module, COLUMN))
+    if products is not None:
+        return products(experts, hidden, top_k_index, top_k_weights, column)
+    activate = module._apply_gate if module.has_gate else module.act_fn
+    norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
+    compute = grouped_products if can_group(experts, hidden) else _every_expert
+    return compute(experts, hidden, top_k_index, top_k_weights, activate, norm).to(hidden.dtype)
 
 
-def _groups(module: Any, hidden: torch.Tensor) -> bool:
+def weights_of(module: Any) -> ExpertWeights:
+    """Return the weights of an experts module."""
+    return ExpertWeights(
+        up=module.gate_up_proj if module.has_gate else module.up_proj,
+        up_bias=(module.gate_up_proj_bias if module.has_gate else module.up_proj_bias) if module.has_bias else None,
+        down=module.down_proj,
+        down_bias=module.down_proj_bias if module.has_bias else None,
+        transposed=module.is_transposed,
+    )
+
+
+def can_group(experts: ExpertWeights, hidden: torch.Tensor) -> bool:
     """Return whether torch's grouped product can take these tensors. Where it has no kernel, it waits for the host."""
-    first = _up(module)
-    if hidden.dtype != first.dtype or hidden.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if hidden.dtype != experts.up.dtype or hidden.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
-    if any(size * hidden.element_size() % 16 for weight in (first, module.down_proj) for size in weight.shape[1:]):
+    if any(size * hidden.element_size() % 16 for weight in (experts.up, experts.down) for size in weight.shape[1:]):
         return False
     if hidden.dtype == torch.bfloat16:
         return True
     return not torch.compiler.is_compiling() and not (hidden.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _grouped(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def grouped_products(
+    experts: ExpertWeights,
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    activate: Activate,
+    norm: Activate | None = None,
+) -> torch.Tensor:
     """Sort the pairs of token and expert by expert, and compute one product per expert over its range of pairs."""
     tokens, per_token = index.shape
     expert, order = torch.sort(index.reshape(-1).to(torch.int16), stable=True)  # narrow keys sort in fewer rounds
-    numbers = torch.arange(module.num_experts, device=expert.device, dtype=expert.dtype)
+    numbers = torch.arange(experts.up.shape[0], device=expert.device, dtype=expert.dtype)
     ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)
-    inner = grouped_mm(hidden[order // per_token], _input_first(module, _up(module)), offs=ends)
-    if module.has_bias:
-        inner = inner + _up_bias(module)[expert.int()]
-    outer = grouped_mm(_activate(module, inner), _input_first(module, module.down_proj), offs=ends)
-    if module.has_bias:
-        outer = outer + module.down_proj_bias[expert.int()]
-    outer = _normed(module, outer) * weights.reshape(-1)[order, None]
+    inner = grouped_mm(hidden[order // per_token], _input_first(experts, experts.up), offs=ends)
+    if experts.up_bias is not None:
+        inner = inner + experts.up_bias[expert.int()]
+    outer = grouped_mm(activate(inner), _input_first(experts, experts.down), offs=ends)
+    if experts.down_bias is not None:
+        outer = outer + experts.down_bias[expert.int()]
+    outer = (norm(outer) if norm is not None else outer) * weights.reshape(-1)[order, None]
     # The results go back to the order of tokens, where the sum over a token's experts has a fixed order: no atomics.
     back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     return outer[back].view(tokens, per_token, outer.shape[-1]).sum(1)
 
 
-def _every_expert(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _every_expert(
+    experts: ExpertWeights,
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    activate: Activate,
+    norm: Activate | None,
+) -> torch.Tensor:
     """Compute every expert over every token, for tensors that the grouped product cannot take. Most of it is unused."""
-    spread = weights.new_zeros((index.shape[0], module.num_experts)).scatter_add(1, index, weights).t()[..., None]
+    count = experts.up.shape[0]
+    spread = weights.new_zeros((index.shape[0], count)).scatter_add(1, index, weights).t()[..., None]
     total = torch.zeros_like(hidden)
-    for start in range(0, module.num_experts, _BLOCK):
+    for start in range(0, count, _BLOCK):
         part = slice(start, start + _BLOCK)
-        inner = torch.matmul(hidden, _input_first(module, _up(module)[part]))
-        if module.has_bias:
-            inner = inner + _up_bias(module)[part, None]
-        outer = torch.bmm(_activate(module, inner), _input_first(module, module.down_proj[part]))
-        if module.has_bias:
-            outer = outer + module.down_proj_bias[part, None]
+        inner = torch.matmul(hidden, _input_first(experts, experts.up[part]))
+        if experts.up_bias is not None:
+            inner = inner + experts.up_bias[part, None]
+        outer = torch.bmm(activate(inner), _input_first(experts, experts.down[part]))
+        if experts.down_bias is not None:
+            outer = outer + experts.down_bias[part, None]
+        outer = norm(outer) if norm is not None else outer
         # The result of an expert that was not chosen may overflow, and must not become 0 times infinity.
-        outer = _normed(module, outer).masked_fill(spread[part] == 0, 0.0)
+        outer = outer.masked_fill(spread[part] == 0, 0.0)
         total = total + (outer * spread[part]).sum(0)
     return total
 
 
-def _up(module: Any) -> torch.Tensor:
-    weight: torch.Tensor = module.gate_up_proj if module.has_gate else module.up_proj
-    return weight
-
-
-def _up_bias(module: Any) -> torch.Tensor:
-    bias: torch.Tensor = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
-    return bias
-
-
-def _input_first(module: Any, weight: torch.Tensor) -> torch.Tensor:
-    return weight if module.is_transposed else weight.transpose(-2, -1)
-
-
-def _activate(module: Any, inner: torch.Tensor) -> torch.Tensor:
-    active: torch.Tensor = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-    return active
-
-
-def _normed(module: Any, outer: torch.Tensor) -> torch.Tensor:
-    if not getattr(module, "has_post_expert_norm", False):
-        return outer
-    normed: torch.Tensor = module.post_expert_norm(outer)
-    return normed
+def _input_first(experts: ExpertWeights, weight: torch.Tensor) -> torch.Tensor:
+    return weight if experts.transposed else weight.transpose(-2, -1)
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)

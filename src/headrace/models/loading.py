@@ -1,13 +1,14 @@
 """Loading of a model directory: with its weights, or from its config alone with random weights."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from headrace.config.model_dir import check_model_dir
 from headrace.errors import ModelError, UserError, one_line
@@ -21,9 +22,17 @@ UNUSABLE = (
 
 
 def load_model(
-    path: str | Path, *, weights: str = "load", dtype: str = "float32", seed: int = 0, device: str = "cpu"
+    path: str | Path,
+    *,
+    weights: str = "load",
+    dtype: str = "float32",
+    seed: int = 0,
+    device: str = "cpu",
+    classifier: bool = False,
 ) -> Any:
-    """Load the causal LM in this directory, in eval mode, with Headrace's attention.
+    """Load the causal LM in this directory, or with `classifier` the token classifier, with Headrace's attention.
+
+    The model is in eval mode.
 
     Every tensor of the model must be in the directory, with the right shape, and no other (see `_check_tensors`).
     Random weights depend on `seed` alone. The dtype is given to the loader, and the model is never cast afterwards,
@@ -31,16 +40,15 @@ def load_model(
     """
     path = Path(path)
     check_model_dir(path, weights)
-    try:
+    family: Any = AutoModelForTokenClassification if classifier else AutoModelForCausalLM
+    with refusing_unusable(path, "token classifier" if classifier else "causal language model"):
         if weights == "random":
             config = AutoConfig.from_pretrained(path)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                model = AutoModelForCausalLM.from_config(
-                    config, dtype=getattr(torch, dtype), attn_implementation=ATTENTION
-                )
+                model = family.from_config(config, dtype=getattr(torch, dtype), attn_implementation=ATTENTION)
         else:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = family.from_pretrained(
                 path,
                 dtype=getattr(torch, dtype),
                 attn_implementation=ATTENTION,
@@ -48,12 +56,19 @@ def load_model(
                 ignore_mismatched_sizes=True,  # `_check_tensors` refuses them, in one line.
             )
             _check_tensors(path, info)
+    return model.to(device).eval()
+
+
+@contextmanager
+def refusing_unusable(path: Path, kind: str = "causal language model") -> Iterator[None]:
+    """Turn what transformers raises for a directory without a model of this kind into a `ModelError` of one line."""
+    try:
+        yield
     except UNUSABLE as error:
         reason = one_line(str(error).strip().partition("\n")[0], 300) or type(error).__name__
         if isinstance(error, KeyError) and error.args == (ATTENTION,):
             reason = "it does not use transformers' attention interface"
-        raise ModelError(f"{path} cannot be loaded as a causal language model: {reason}") from error
-    return model.to(device).eval()
+        raise ModelError(f"{path} cannot be loaded as a {kind}: {reason}") from error
 
 
 def _check_tensors(path: Path, info: Mapping[str, Any]) -> None:
@@ -89,3 +104,13 @@ def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     persistent = model.state_dict().keys()
     found |= {name: b.detach() for name, b in model.named_buffers() if name in persistent and name not in found}
     return found
+
+
+def hold_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Make the model compute with these tensors, where they lie. They have the names and shapes of `named_weights`.
+
+    Parameters stay the same objects, so tied weights stay tied. The memory of the old tensors is freed.
+    """
+    held: dict[str, torch.Tensor] = dict(model.named_buffers()) | dict(model.named_parameters())
+    for name, tensor in weights.items():
+        held[name].data = tensor

@@ -83,6 +83,15 @@ def find_targets(model: Any, targets: tuple[str, ...], modules: tuple[str, ...] 
     return result
 
 
+def check_shareable(model: Any, config: LoraConfig) -> None:
+    """Raise a one-line `ModelError` if engines would write to the base under this adapter."""
+    if stacks := find_targets(model, tuple(config.targets)).stacks:
+        raise ModelError(
+            f"[lora] share_base: {next(iter(stacks))} is a stack of experts, whose adapter is merged into the base;"
+            " leave experts out of targets"
+        )
+
+
 def frozen_linears(model: Any, modules: tuple[str, ...] = ()) -> dict[str, nn.Linear]:
     """Return the linear layers that stay frozen beside an adapter, whether the adapter changes them or not.
 

@@ -60,12 +60,15 @@ def rewards_of(group: Group) -> list[float]:
 
 
 def _scores(rollout: Rollout) -> dict[str, float]:
-    """Return what each scorer gave to the whole rollout."""
+    """Return what each scorer gave to the whole rollout and, as `NAME/step` and so on, the mean over its parts."""
     found: dict[str, float] = {}
+    parts: dict[str, list[float]] = {}
     for score in rollout.scores:
         if score.level == "rollout":
             found[score.scorer] = found.get(score.scorer, 0.0) + score.value
-    return found
+        else:
+            parts.setdefault(f"{score.scorer}/{score.level}", []).append(score.value)
+    return found | {name: float(np.mean(values)) for name, values in parts.items()}
 
 
 def _means(kind: str, answers: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -89,6 +89,11 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
     tasks: str = "{}"
     """The figures of each task as JSON, by name, if the run has several: `{"math": {"prompts": 20, "pass_1": 0.5,
     ...}}`."""
+    passes: str = "{}"
+    """pass@k and majority@k as JSON, for the numbers k that the configuration names: `{"pass_at_4": 0.7,
+    "majority_at_4": 0.6}`."""
+    sets: str = "{}"
+    """The figures of each `[evaluate.sets.NAME]` as JSON, by name: `{"hard": {"prompts": 20, "pass_1": 0.5, ...}}`."""
 
 
 class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,8 @@ def describe(summary: dict[str, Any]) -> str:
     lines = [
         ("run", f"{summary['name'] or 'unnamed'} ({summary['outcome'] or 'no end recorded'})"),
         ("held-out", _change(summary["heldout_before"], summary["heldout_after"], "not evaluated")),
-        *_heldout_tasks(summary.get("evaluations", [])),
+        *_heldout_parts(summary.get("evaluations", []), "tasks"),
+        *_heldout_parts(summary.get("evaluations", []), "sets"),
         ("reward", _change(summary["reward_first"], summary["reward_last"], "no step was trained")),
         ("training", _training_line(summary)),
         ("tokens", f"{compact(summary['tokens_generated'])} generated, {compact(summary['tokens_trained'])} trained"),
@@ -31,9 +32,15 @@ def describe(summary: dict[str, Any]) -> str:
     return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
 
 
-def _heldout_tasks(evaluations: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return a line for each of several tasks: the held-out accuracy before and after training."""
-    found = [(e["moment"], e["tasks"]) for e in evaluations if "tasks" in e]
+def passes_in_words(figures: Mapping[str, float]) -> list[str]:
+    """Return pass@k and majority@k among the figures of an evaluation, in words, such as `pass@4 0.750`."""
+    found = [(*key.partition("_at_"), value) for key, value in figures.items()]
+    return [f"{what}@{k} {number(value)}" for what, at, k, value in found if at]
+
+
+def _heldout_parts(evaluations: Sequence[Mapping[str, Any]], parts: str) -> list[tuple[str, str]]:
+    """Return a line for each of several tasks or sets: the held-out accuracy before and after training."""
+    found = [(e["moment"], e[parts]) for e in evaluations if parts in e]
     before: Mapping[str, Any] = next((tasks for moment, tasks in found if moment == "before"), {})
     after: Mapping[str, Any] = next((tasks for moment, tasks in reversed(found) if moment == "after"), {})
 

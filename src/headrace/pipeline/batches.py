@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from headrace.algorithms.assemble import assemble, assemble_demonstrations
+from headrace.algorithms.credit import Credit
 from headrace.buffer.admission import oldest_on_time
 from headrace.buffer.filters import masked
 from headrace.buffer.reader import open_readonly
@@ -54,7 +55,28 @@ def make_batch(
         overlong_buffer=config.algorithm.overlong_buffer,
         overlong_penalty=config.algorithm.overlong_penalty,
         length_penalty=config.algorithm.length_penalty,
+        mask_overlong=config.algorithm.mask_overlong,
+        credit=credit_of(config),
+        critic=config.algorithm.critic,
+        minibatches=config.algorithm.minibatches,
+        epochs=config.algorithm.epochs,
         republished=republished,
+    )
+
+
+def credit_of(config: Config) -> Credit:
+    """Return how rewards and finer scores become advantages."""
+    algorithm = config.algorithm
+    weight = algorithm.outcome_weight
+    if weight is None:
+        # States are rarely met twice, and a turn whose state nobody else met has no advantage by itself.
+        weight = 1.0 if algorithm.baseline in ("state", "prefix") else 0.0
+    return Credit(
+        of=algorithm.credit,
+        discount=algorithm.discount,
+        baseline=algorithm.baseline,
+        outcome_weight=weight,
+        scorers={name: scorer.weight for name, scorer in config.scorers.items()},
     )
 
 

@@ -41,12 +41,13 @@ from headrace.pipeline.parts import Parts
 from headrace.pipeline.recovery import Recovery
 from headrace.pipeline.scaling import Scaling
 from headrace.pipeline.steps import Steps
+from headrace.pipeline.teacher_versions import TeacherVersions
 from headrace.pipeline.versions import Deliveries, VersionProved, Versions
 from headrace.pipeline.waits import EngineWatch, Status
 from headrace.rollouts.base import AnyEpisode
 from headrace.rollouts.groups import prepare_group, run_group
 from headrace.training.base import Checkpoint
-from headrace.training.remote import Published, Saved, Train
+from headrace.training.remote import Published, Saved, TeacherPublished, Train
 from headrace.types import NO_VERSION, Group
 
 BATCHES_AT_TRAINER = 2
@@ -78,6 +79,7 @@ class Controller:
         self.attempts = Attempts(parts.source, parts.window, parts.recorder, parts.config.buffer.filter)
         self.synchronous = parts.window.depth == 0
         self.deliveries = Deliveries(parts, self.versions)
+        self.teachers = TeacherVersions(parts.scoring, parts.trainer, parts.recorder)
         self.evaluations = Evaluations(parts, self.episodes, self.deliveries)
         trained = parts.checkpoint.step if parts.checkpoint.found else -self.config.warm_start.steps
         self.steps = Steps(parts.trainer, parts.waits, parts.stopping, trained)
@@ -190,8 +192,11 @@ class Controller:
 
     def _handle(self, event: Event, tasks: asyncio.TaskGroup) -> None:
         """Handle one event. `recovery` describes what follows the death and the return of a process."""
-        gateway = self.parts.gateway
+        gateway, scorers = self.parts.gateway, self.parts.scoring.processes
         match event:
+            case Heard(process, message) if process in scorers and not isinstance(message, Heartbeat):
+                scorers[process].hear(message)
+                self.waits.moved()
             case Heard(engine, Deltas() as tokens):
                 if engine in self.parts.remote:  # It may have left meanwhile.
                     self.parts.remote[engine].deliver(tokens.deltas)
@@ -205,6 +210,8 @@ class Controller:
                 self.versions.published(manifest)
                 self.recorder.version_published(manifest, seconds)
                 self.waits.moved()
+            case Heard(_, TeacherPublished(teacher=teacher, manifest=manifest)):
+                self.teachers.published(teacher, manifest, tasks)
             case Heard(_, Saved(version=version, path=path)):
                 tasks.create_task(self._keep_checkpoint(version, Path(path)), name="keep a checkpoint")
             case GroupScored(group):
@@ -222,6 +229,8 @@ class Controller:
                     self.recovery.trainer_died()
                 elif gateway is not None and death.peer == gateway.name:
                     self.recovery.gateway_died(gateway, death)
+                elif death.peer in scorers:
+                    self.recovery.scorer_died(scorers[death.peer], death)
                 elif any(engine.name == death.peer for engine in self.parts.pool.engines):
                     self.recovery.engine_died(death)
                 self.recorder.note(f"{death}; it is started again" if restarts else str(death))
@@ -235,6 +244,9 @@ class Controller:
                     tasks.create_task(returning, name=f"bring back {process}")
                 elif gateway is not None and process == gateway.name:
                     tasks.create_task(self.recovery.gateway_returned(gateway), name=f"bring back {process}")
+                elif process in scorers:
+                    self.recovery.scorer_returned(scorers[process])
+                    self.teachers.returned(process, tasks)
                 else:
                     self.recovery.engine_returned(process)
 

@@ -16,16 +16,18 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from headrace.config.evaluate import MeasuredSection
 from headrace.engines.base import Sampling
 from headrace.gateway.base import GATEWAY_DIED
 from headrace.observe.records import EvaluationRecord, SampleRecord
+from headrace.pipeline.figures import Answer, chosen_figures, figures
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.versions import Deliveries
 from headrace.rollouts.base import AnyEpisode, EpisodePlan, derive_seed
 from headrace.rollouts.groups import run_episode
 from headrace.rollouts.turns import Episode
 from headrace.scoring.base import Stage
-from headrace.types import NO_VERSION, Group, Prompt, Rollout, Trace
+from headrace.types import NO_VERSION, Group, Prompt, Trace
 
 Moment = Literal["before", "during", "after"]
 HELDOUT_PRIORITY = -1
@@ -34,6 +36,8 @@ EVALUATION_SHARE = 4
 """An evaluation during training holds at least one engine, and one in `EVALUATION_SHARE`. It uses at most one in
 `EVALUATION_SHARE` slots of all engines."""
 STOPPED = "the run was stopped"
+ONCE = MeasuredSection()
+"""One answer to every prompt."""
 SHOWN = 8
 """The number of held-out answers kept for people to read."""
 
@@ -45,6 +49,7 @@ class Episodes:
         self._parts = parts
         self._config = parts.config
         self._stop_tokens = tuple(parts.chat.token_id(token) for token in parts.config.rollouts.stop)
+        self._step_tokens = parts.scoring.step_token_ids
 
     def of_group(
         self,
@@ -77,21 +82,33 @@ class Episodes:
             for index in members
         ]
 
-    def heldout(self, prompt: Prompt, sample: int, version: int) -> AnyEpisode:
-        """Make the episode for one answer to a held-out prompt."""
-        name = f"heldout-{version}/{prompt.id}"
+    def heldout(self, prompt: Prompt, sample: int, version: int, of_set: str = "") -> AnyEpisode:
+        """Make the episode for one answer to a held-out prompt: one of the task's own, or one of a set."""
+        name = f"heldout-{version}/{prompt.id}" if not of_set else f"heldout-{version}/{of_set}/{prompt.id}"
         return self._make(
             EpisodePlan(
                 id=f"{name}/{sample}",
                 index=sample,
                 prompt=prompt,
-                sampling=self._sampling(name, sample, self._config.evaluate.temperature),
+                sampling=self._heldout_sampling(name, sample, of_set),
                 group=name,
                 priority=HELDOUT_PRIORITY,
                 version=version,
                 max_turns=self._config.rollouts.max_turns,
                 max_length=self._parts.max_length,
             )
+        )
+
+    def _heldout_sampling(self, name: str, sample: int, of_set: str) -> Sampling:
+        if not of_set:
+            return self._sampling(name, sample, self._config.evaluate.temperature)
+        own = self._config.evaluate.sets[of_set]
+        return msgspec.structs.replace(
+            self._sampling(name, sample, own.temperature),
+            max_tokens=own.max_tokens or self._config.rollouts.max_tokens,
+            top_k=own.top_k,
+            top_p=own.top_p,
+            min_p=own.min_p,
         )
 
     def _sampling(self, group: str, index: int, temperature: float, record_kept: bool = False) -> Sampling:
@@ -104,6 +121,7 @@ class Episodes:
             min_p=rollouts.min_p,
             seed=derive_seed(self._config.run.seed, group, index),
             stop_token_ids=self._stop_tokens,
+            step_token_ids=self._step_tokens,
             record_kept=record_kept,
         )
 
@@ -135,7 +153,7 @@ class Evaluations:
     async def proved(self, version: int, tasks: asyncio.TaskGroup) -> None:
         """Evaluate this version in `tasks` if that is due. The engines hold the version, and it is not the last."""
         due = self._config.every and self._parts.window.count(version) % self._config.every == 0
-        if due and self._parts.task.heldout:
+        if due and (self._parts.task.heldout or self._parts.sets):
             if self._running is not None and not self._running.done():
                 why = "the evaluation before it is still running"
                 self._parts.recorder.evaluation_skipped(version, "during", why)
@@ -149,18 +167,19 @@ class Evaluations:
 
     async def evaluate(self, moment: Moment, version: int) -> None:
         """Answer the held-out prompts and record the result, or record why there is none."""
-        recorder, prompts = self._parts.recorder, self._parts.task.heldout
-        if not prompts or version == NO_VERSION:
+        recorder, sets = self._parts.recorder, {"": self._parts.task.heldout, **self._parts.sets}
+        sets = {name: prompts for name, prompts in sets.items() if prompts}
+        if not sets or version == NO_VERSION:
             return
         if moment == "during":
-            prompts = prompts[: self._config.during or None]
+            sets = {name: prompts[: self._config.during or None] for name, prompts in sets.items()}
         else:
             recorder.shown.phase = "evaluating"
         beside_training = moment == "during" and not self._synchronous
         limit = asyncio.timeout(self._config.deadline if beside_training else None)
         try:
             async with limit:
-                while not await self._evaluated(moment, version, prompts):
+                while not await self._evaluated(moment, version, sets):
                     newest = await self._newest(moment)
                     if newest not in (version, NO_VERSION):
                         why = f"no engine holds it any more; version {newest} is evaluated in its place"
@@ -192,7 +211,7 @@ class Evaluations:
         await self._parts.waits.until("evaluate", lambda: "an engine that has proved a version", held)
         return found
 
-    async def _evaluated(self, moment: Moment, version: int, prompts: Sequence[Prompt]) -> bool:
+    async def _evaluated(self, moment: Moment, version: int, sets: Mapping[str, Sequence[Prompt]]) -> bool:
         """Evaluate this version. Return False if no engine holds the version any more."""
         recorder, waits, stopping = self._parts.recorder, self._parts.waits, self._parts.stopping
         if stopping.is_set():
@@ -207,23 +226,12 @@ class Evaluations:
 
         if lost():
             return False
-        evaluation = asyncio.create_task(
-            evaluate(
-                prompts,
-                lambda prompt, sample: self._episodes.heldout(prompt, sample, version),
-                self._parts.scoring,
-                version=version,
-                moment=moment,
-                now=recorder.now,
-                samples=self._config.samples,
-                concurrency=slots,
-            )
-        )
+        evaluation = asyncio.create_task(self._evaluate_sets(moment, version, sets, slots))
         evaluation.add_done_callback(lambda _: waits.moved())
         try:
             await waits.until(
                 "evaluate",
-                lambda: f"{len(prompts)} held-out prompts",
+                lambda: f"{sum(map(len, sets.values()))} held-out prompts",
                 lambda: evaluation.done() or stopping.is_set() or lost(),
             )
             if evaluation.done():
@@ -236,6 +244,32 @@ class Evaluations:
             # Its requests must have ended before another evaluation sends requests with the same ids.
             await asyncio.wait([evaluation])
 
+    async def _evaluate_sets(
+        self, moment: Moment, version: int, sets: Mapping[str, Sequence[Prompt]], slots: int
+    ) -> tuple[EvaluationRecord, list[SampleRecord], int]:
+        """Evaluate one set after the other. The first one gives the figures of the evaluation itself."""
+        results = {
+            name: await evaluate(
+                prompts,
+                lambda prompt, sample, name=name: self._episodes.heldout(prompt, sample, version, name),  # type: ignore[misc]
+                self._parts.scoring,
+                version=version,
+                moment=moment,
+                now=self._parts.recorder.now,
+                measured=self._config.sets[name] if name else self._config,
+                concurrency=slots,
+            )
+            for name, prompts in sets.items()
+        }
+        record, answers, _ = next(iter(results.values()))
+        of_sets = {name: set_figures(found) for name, (found, _, _) in results.items() if name}
+        record = msgspec.structs.replace(
+            record,
+            ended=self._parts.recorder.now(),
+            sets=msgspec.json.encode(of_sets).decode(),
+        )
+        return record, answers, sum(failed for _, _, failed in results.values())
+
 
 async def evaluate(
     prompts: Sequence[Prompt],
@@ -245,16 +279,16 @@ async def evaluate(
     version: int,
     moment: Moment,
     now: Callable[[], float],
-    samples: int = 1,
+    measured: MeasuredSection = ONCE,
     concurrency: int = 64,
 ) -> tuple[EvaluationRecord, list[SampleRecord], int]:
-    """Answer every prompt `samples` times, with `concurrency` episodes at a time. There must be a prompt.
+    """Answer every prompt, as often as `measured` says, with `concurrency` episodes at a time. There must be a prompt.
 
     Return the figures, the first answers to read, and the number of failed rollouts, which count as wrong answers. The
     results are ordered by prompt and sample, never by arrival. No rollout enters the buffer.
     """
-    started = now()
-    rollouts: dict[tuple[int, int], Rollout] = {}
+    started, samples = now(), measured.samples
+    given: dict[tuple[int, int], Answer] = {}
     answers: dict[int, SampleRecord] = {}
     waiting = deque((p, prompt, sample) for p, prompt in enumerate(prompts) for sample in range(samples))
 
@@ -264,12 +298,13 @@ async def evaluate(
             episode = make_episode(prompt, sample)
             try:
                 await episode.prepare()
-                rollout = rollouts[p, sample] = await run_episode(episode, scoring)
+                rollout = await run_episode(episode, scoring, heldout=True)
             finally:
                 await episode.discard()
             if rollout.reason.startswith(GATEWAY_DIED):
                 waiting.appendleft((p, prompt, sample))  # Nothing was wrong with the answer, so it is asked for again.
                 continue
+            answer = given[p, sample] = Answer(rollout, episode.answer)
             if p < SHOWN and sample == 0:
                 question = prompt.text if prompt.text is not None else (prompt.messages or [{}])[-1].get("content", "")
                 answers[p] = SampleRecord(
@@ -278,19 +313,19 @@ async def evaluate(
                     prompt=prompt.id,
                     question=question,
                     answer=rollout.reason if rollout.ending == "failed" else episode.answer,
-                    reward=_reward(rollout),
+                    reward=answer.reward,
                 )
 
     async with asyncio.TaskGroup() as tasks:
         for number in range(min(concurrency, len(prompts) * samples)):
             tasks.create_task(work(), name=f"evaluate {number}")
 
-    traces = [trace.versions for rollout in rollouts.values() for trace in rollout.traces]
+    traces = [trace.versions for answer in given.values() for trace in answer.rollout.traces]
     versions = Counter(np.concatenate(traces).tolist())
     del versions[NO_VERSION]
-    answered = [[rollouts[p, sample] for sample in range(samples)] for p in range(len(prompts))]
+    answered = [[given[p, sample] for sample in range(samples)] for p in range(len(prompts))]
     of_tasks = {
-        name: {"prompts": len(own), **_figures(own)}
+        name: {"prompts": len(own), **figures(own), **chosen_figures(own, measured)}
         for name in sorted({prompt.task for prompt in prompts} - {""})
         if (own := [each for prompt, each in zip(prompts, answered, strict=True) if prompt.task == name])
     }
@@ -299,27 +334,18 @@ async def evaluate(
         moment=moment,
         prompts=len(prompts),
         samples=samples,
-        **_figures(answered),
+        **figures(answered),  # type: ignore[arg-type]
         started=started,
         ended=now(),
         versions=msgspec.json.encode(dict(sorted(versions.items()))).decode(),
         tasks=msgspec.json.encode(of_tasks).decode(),
+        passes=msgspec.json.encode(chosen_figures(answered, measured)).decode(),
     )
-    failed = sum(rollout.ending == "failed" for rollout in rollouts.values())
+    failed = sum(answer.rollout.ending == "failed" for answer in given.values())
     return evaluation, [answers[p] for p in sorted(answers)], failed
 
 
-def _figures(answered: Sequence[Sequence[Rollout]]) -> dict[str, float]:
-    """Return the figures of the answers to each prompt. An answer is right if its reward is at least 1."""
-    right = [sum(_reward(rollout) >= 1.0 for rollout in answers) for answers in answered]
-    rollouts = [rollout for answers in answered for rollout in answers]
-    return {
-        "pass_1": sum(right) / len(rollouts),
-        "pass_k": sum(count > 0 for count in right) / len(answered),
-        "reward_mean": math.fsum(_reward(rollout) for rollout in rollouts) / len(rollouts),
-        "tokens_mean": sum(rollout.trained_tokens for rollout in rollouts) / len(rollouts),
-    }
-
-
-def _reward(rollout: Rollout) -> float:
-    return 0.0 if rollout.ending == "failed" or rollout.reward is None else rollout.reward
+def set_figures(record: EvaluationRecord) -> dict[str, float]:
+    """Return the figures of one set, by name."""
+    own = ("prompts", "samples", "pass_1", "pass_k", "reward_mean", "tokens_mean")
+    return {key: getattr(record, key) for key in own} | msgspec.json.decode(record.passes, type=dict[str, float])

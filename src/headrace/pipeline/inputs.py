@@ -5,29 +5,38 @@ Functions that the controller uses (an advantage, a launcher, trackers) are impo
 transport or an engine, which only workers use and which may need torch, are found or read but not run.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from headrace.config import (
     AgentTaskConfig,
     Config,
     DatasetTaskConfig,
     EnvironmentTaskConfig,
+    FunctionScorerConfig,
     GymTaskConfig,
+    JudgeConfig,
     MixtureConfig,
+    ProgramConfig,
     ScorerConfig,
     TaskConfig,
+    TeacherConfig,
 )
-from headrace.config.checks import check_references, check_transport, in_section
-from headrace.config.declared import loss_facts, transport_facts
-from headrace.config.hub import fetched_dataset, model_dir, parse_name, teacher_dir
+from headrace.config.checks import check_references, check_teachers, check_transport, in_section
+from headrace.config.declared import loss_facts, needs, transport_facts
+from headrace.config.hub import fetched_dataset, find_model, model_dir, parse_name, teacher_dir, template_text
 from headrace.config.memory import longest_sequence
-from headrace.config.model_dir import check_model_dir, check_teacher, model_facts
+from headrace.config.model_dir import check_model_dir, check_teacher, check_tokens, model_facts, weights_stamp
+from headrace.config.reward_model import reward_verdict, token_id, tokens_that_contain
 from headrace.config.schema import RolloutsConfig, is_reference
+from headrace.config.scorers import ModelScorerSection, ProcessRewardConfig
 from headrace.errors import ConfigError
 from headrace.gateway.agent_main import AgentSetup
 from headrace.gateway.agents import AgentPool
@@ -37,7 +46,13 @@ from headrace.observe.trackers.base import find_tracker
 from headrace.reference import call_factory, find_source, import_function, split_reference
 from headrace.scoring.base import Scorer, Stage
 from headrace.scoring.functions import is_reward_function
+from headrace.scoring.judges import Judge, Template
+from headrace.scoring.model_process import ROLE, ModelEngine, ModelProcess
+from headrace.scoring.process_reward import ProcessRewardScorer
+from headrace.scoring.programs import Program
+from headrace.scoring.replies import EngineReplies, UrlReplies
 from headrace.scoring.rewards import WorkerScorer
+from headrace.scoring.teachers import EngineTeacher, MovingTeacher, Teacher, TeacherProcess, Teachers, UrlTeacher
 from headrace.tasks.base import Task
 from headrace.tasks.chat import ChatFormat
 from headrace.tasks.dataset import PromptFormat, Prompts, SingleTurnTask, check_contents, check_disjoint, split_heldout
@@ -45,6 +60,7 @@ from headrace.tasks.gym import VERIFIER
 from headrace.tasks.gym import GymTask as Gym
 from headrace.tasks.mixture import Mixture
 from headrace.tasks.records import Table, read_dataset, read_file
+from headrace.types import Prompt
 
 GIVEN = "given in Python:"
 """How a reference begins that stands for a Python object. A program gives the object itself."""
@@ -58,6 +74,8 @@ class ReadyTask:
 
     task: Task
     scoring: Stage
+    sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
+    """The further sets of held-out prompts, by name."""
 
     async def start(self) -> None:
         """Start the workers of agents and scorers, before the first episode. Raises `ConfigError`."""
@@ -89,7 +107,25 @@ def check_inputs(config: Config, given: Given = NOTHING) -> tuple[ReadyTask, Cha
     chat = check_model(config)
     task = make_task(config, given)
     _check_template(chat, task)
-    return ReadyTask(task, make_stage(config, given)), chat
+    return ReadyTask(task, make_stage(config, given), make_sets(config, task)), chat
+
+
+def make_sets(config: Config, task: Task) -> dict[str, list[Prompt]]:
+    """Return the prompts of every `[evaluate.sets.NAME]`. Raises `DataError` if one is a training prompt."""
+    found: dict[str, list[Prompt]] = {}
+    for name, each in config.evaluate.sets.items():
+        own = config.task.tasks[each.task] if isinstance(config.task, MixtureConfig) else config.task
+        assert isinstance(own, DatasetTaskConfig | AgentTaskConfig)
+        chat = not isinstance(own, DatasetTaskConfig) or own.format == "chat"
+        form = PromptFormat(system=own.system, fields={**own.fields, **each.fields}, chat=chat)
+        table = _table(each.path, each.revision, each.subset, each.split, f"[evaluate.sets.{name}] path")
+        prompts = Prompts(table, form)[: each.prompts]
+        trained = task.tasks.values() if isinstance(task, Mixture) else [task]
+        for one in trained:
+            if isinstance(one.train, Prompts):
+                check_contents(one.train, prompts)
+        found[name] = [msgspec.structs.replace(prompt, task=each.task) for prompt in prompts]
+    return found
 
 
 def check_model(config: Config) -> ChatFormat:
@@ -144,6 +180,7 @@ def check_extensions(config: Config) -> None:
     if is_reference(config.delivery.transport):
         check_transport(config)
     check_references(config.algorithm, config.rollouts)
+    check_teachers(config)
 
 
 @contextmanager
@@ -231,8 +268,17 @@ def make_stage(config: Config, given: Given = NOTHING) -> Stage:
     for name, scorer in config.scorers.items():
         if name in scorers or name in OWN_REWARDS:
             raise ConfigError(f"[scorers.{name}]: {name!r} is the name of the task's own reward; choose another one")
+        if isinstance(scorer, TeacherConfig):
+            continue
         scorers[name], weights[name] = _named_scorer(config, name, scorer), scorer.weight
-    return Stage(scorers, weights, tasks=tasks, timeout=config.scoring.timeout)
+    teachers = {name: _teacher(config, name, section) for name, section in config.teachers.items()}
+    return Stage(
+        scorers,
+        weights,
+        tasks=tasks,
+        timeout=config.scoring.timeout,
+        teachers=Teachers(teachers, config.teachers, field=config.algorithm.teacher_field) if teachers else None,
+    )
 
 
 def _own_scorers(config: Config, task: TaskConfig, given: Given, section: str = "") -> dict[str, Scorer]:
@@ -263,8 +309,21 @@ def _own_weights(task: TaskConfig) -> dict[str, float]:
 
 
 def _named_scorer(config: Config, name: str, scorer: ScorerConfig) -> Scorer:
-    """Make the scorer of `[scorers.NAME]` from a reward function, or from a factory of it or of a scorer."""
-    place = f"[scorers.{name}] scorer"
+    """Make the scorer of `[scorers.NAME]`."""
+    match scorer:
+        case FunctionScorerConfig():
+            return _function_scorer(config, f"[scorers.{name}] scorer", scorer)
+        case ProgramConfig():
+            return Program(scorer, f"scorers.{name}")
+        case JudgeConfig():
+            return _judge(config, name, scorer)
+        case ProcessRewardConfig():
+            return _process_reward(config, name, scorer)
+    raise AssertionError(f"{name} is no scorer of rewards")
+
+
+def _function_scorer(config: Config, place: str, scorer: FunctionScorerConfig) -> Scorer:
+    """Make a scorer from a reward function, or from a factory of it or of a scorer."""
     with named(place):
         found = import_function(scorer.scorer)
     if not scorer.config and is_reward_function(found):
@@ -277,6 +336,96 @@ def _named_scorer(config: Config, name: str, scorer: ScorerConfig) -> Scorer:
     raise ConfigError(
         f"{place}: {scorer.scorer} made a {type(made).__name__}, neither a scorer nor a function of `completion`"
     )
+
+
+def _judge(config: Config, name: str, judge: JudgeConfig) -> Judge:
+    """Make a judge, whose replies come from a server, or from a worker process with a model of its own."""
+    template = template_text(judge.template, f"[scorers.{name}] template")
+    with named(f"[scorers.{name}] template"):
+        Template(template)
+    if judge.url:
+        source = UrlReplies(
+            judge.url,
+            judge.served_model,
+            key=_api_key(f"scorers.{name}", judge.api_key),
+            max_tokens=judge.max_tokens,
+            temperature=judge.temperature,
+            concurrency=judge.concurrency,
+        )
+        return Judge(judge, template, source)
+    path = scorer_model_dir(f"scorers.{name}", judge)
+    with named(f"[scorers.{name}] model"):
+        chat = ChatFormat.load(path)
+        if not chat.has_template:
+            raise ConfigError(f"{path} has no chat template, and a judge is asked in messages")
+    process = ModelEngine(process_name(config, f"scorers.{name}"), timeout=judge.timeout)
+    replies = EngineReplies(process, chat, max_tokens=judge.max_tokens, temperature=judge.temperature)
+    return Judge(judge, template, replies, process=process, weights=weights_stamp(path))
+
+
+def _process_reward(config: Config, name: str, section: ProcessRewardConfig) -> ProcessRewardScorer:
+    """Make the scorer of a process-reward model, which must know all tokens of the policy."""
+    key = f"[scorers.{name}]"
+    path, policy = scorer_model_dir(f"scorers.{name}", section), model_dir(config.model)
+    check_teacher(path, policy, config.model.weights, key=f"{key} model")
+    reward_verdict(path, section.good, section.bad, f"{key} model")
+    return ProcessRewardScorer(
+        ModelProcess(process_name(config, f"scorers.{name}"), timeout=section.timeout),
+        tokens_that_contain(policy, section.markers, f"{key} markers"),
+        tag=token_id(path, section.tag, f"{key} tag") if section.tag else None,
+        whole=section.whole,
+        cancel_below=section.cancel_below,
+        streaming=section.when == "step",
+        concurrency=section.concurrency,
+        retries=section.retries,
+    )
+
+
+def _teacher(config: Config, name: str, section: TeacherConfig) -> Teacher:
+    """Make a teacher outside of the trainer, which must have the tokens of the policy."""
+    model = model_dir(config.model)
+    facts, k = model_facts(model, config.model.weights), needs(config.algorithm).top_k
+    if section.url:
+        key = f"[scorers.{name}] tokenizer"
+        check_tokens(find_model(section.tokenizer, key=key), model, key)
+        return UrlTeacher(
+            section.url,
+            section.served_model,
+            key=_api_key(f"scorers.{name}", section.api_key),
+            concurrency=section.concurrency,
+            k=k,
+            vocabulary=facts.vocabulary,
+            longest=longest_sequence(config.engine.max_length, facts.max_positions),
+        )
+    if section.policy != "none":
+        follows = TeacherProcess(process_name(config, f"scorers.{name}"), timeout=section.timeout)
+        label = f"{section.policy} {section.decay} {section.versions_ago}"
+        return MovingTeacher(follows, label, k=k, vocabulary=facts.vocabulary)
+    path = find_model(section.model, section.revision, key=f"[scorers.{name}] model")
+    check_teacher(path, model, config.model.weights, key=f"[scorers.{name}] model")
+    process = ModelProcess(process_name(config, f"scorers.{name}"), timeout=section.timeout)
+    return EngineTeacher(process, weights_stamp(path), k=k, vocabulary=facts.vocabulary)
+
+
+def _api_key(section: str, variable: str) -> str:
+    """Return the API key in this environment variable; empty if no variable is named. Raises `ConfigError`."""
+    key = os.environ.get(variable, "") if variable else ""
+    if variable and not key:
+        raise ConfigError(f"[{section}] api_key: the environment variable {variable!r} is not set")
+    return key
+
+
+def process_name(config: Config, section: str) -> str:
+    """Return the name of the worker process that has the model of this section."""
+    return f"{ROLE}-{list(config.scorer_models).index(section)}"
+
+
+def scorer_model_dir(section: str, scorer: ModelScorerSection) -> Path:
+    """Return the directory of a scorer's model on this host. Raises `ModelError` if it is not complete."""
+    key = f"[{section}] model"
+    path = find_model(scorer.model, scorer.revision, key=key)
+    check_model_dir(path, "load", tokenizer=True, key=key)
+    return path
 
 
 def _in_workers(config: Config, reference: str, arguments: dict[str, Any] | None = None, key: str = "") -> WorkerScorer:

@@ -115,8 +115,9 @@ class Workers:
         gateways = []
         if isinstance(config.task, AgentTaskConfig) or config.gateway.serve:
             gateways = [Place(role="gateway", rank=0, host=hosts[0].name, address=hosts[0].address)]
+        others = [*gateways, *placement.of("scorer")]
         # Trainer ranks depend on each other: if one of several dies, the run ends and is resumed as a whole.
-        restarted = [*([] if len(trainers) > 1 else trainers), *engines, *gateways]
+        restarted = [*([] if len(trainers) > 1 else trainers), *engines, *others]
         sweep_daemons()
         sweep_marked()
         self.mps = Mps(config)
@@ -124,7 +125,7 @@ class Workers:
         self.fleet = Fleet(
             make_launcher(config, self.mps.environment),
             run_dir.path,
-            [*trainers, *engines, *gateways],
+            [*trainers, *engines, *others],
             self.events,
             {place.name: config.pipeline.restarts for place in restarted},
             _several_hosts(config, run_dir, hosts) if hosts[0].address else None,
@@ -133,14 +134,13 @@ class Workers:
         self.engines = {place.name: self._handle(place.name) for place in engines}
         self.beside_trainer = [place.name for place in placement.of("engine") if TRAINER in place.neighbours]
         """The engines that share their GPU with the trainer."""
-        others = [place.name for place in trainers[1:]]
         longest = max(stall, deadline + config.evaluate.longest_hold)
         away = trainers[0].host != hosts[0].name and not config.training.checkpoint_directory
         self.trainer = RemoteTrainer(
             self.fleet.hub,
             TRAINER,
             deadline=longest,
-            others=others,
+            others=[place.name for place in trainers[1:]],
             checkpoints=run_dir.checkpoints if away else None,
             keep=config.training.keep_checkpoints,
         )
@@ -335,6 +335,8 @@ class RunSession:
             for name in workers.engines:
                 if method := fleet.facts(name).get("quantization"):
                     self.progress.note(f"{name} quantises its weights ({method}); only the canary checks the result")
+                if (staging := fleet.facts(name).get("staging", "device")) != "device":
+                    self.progress.note(f"{name} stages new weights: {staging} ({fleet.facts(name)['staging_why']})")
             controller = self._assemble(workers, waits)
             for line in Checkpoint.of(facts).notes:
                 self.progress.note(line)
@@ -388,6 +390,7 @@ class RunSession:
         pool = EnginePool(list(workers.engines.values()))
         relay = self._gateway = self._make_gateway(workers, pool)
         workers.events.clear()
+        self._task.scoring.connect(workers.fleet.hub)
         parts = Parts(
             config,
             task=task,
@@ -409,6 +412,7 @@ class RunSession:
             remote=dict(workers.engines),
             crew=workers,
             scoring=self._task.scoring,
+            sets=self._task.sets,
             gateway=relay,
             agents=partial(AgentEpisode, relay=relay) if relay is not None and isinstance(task, AgentTask) else None,
             max_length=self._longest_sequence,

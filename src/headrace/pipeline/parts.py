@@ -1,6 +1,7 @@
 """The parts of a run that the controller is given, real, simulated or in a test, each behind its protocol."""
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 
 from headrace.buffer.recovery import Recovered
@@ -21,6 +22,7 @@ from headrace.scoring.base import Stage
 from headrace.tasks.base import Task
 from headrace.tasks.mixture import make_source
 from headrace.training.base import Checkpoint, TrainerHandle
+from headrace.types import Prompt
 
 
 @dataclass(eq=False)
@@ -49,6 +51,8 @@ class Parts:
     """Starts and ends single engines while the run is live. If None, their number stays as it is."""
     scoring: Stage = field(default_factory=Stage)
     """The stage that scores every rollout. Without scorers, the environment or the agent gives the reward."""
+    sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
+    """The further sets of held-out prompts, by name."""
     gateway: GatewayHandle | None = None
     """The gateway's process, if there is one."""
     agents: EpisodeMaker | None = None

@@ -38,7 +38,7 @@ from headrace.observe.records import (
     StepRecord,
 )
 from headrace.observe.spans import Activity, RunClock, Timeline
-from headrace.observe.summary import lag_mean_and_max
+from headrace.observe.summary import lag_mean_and_max, passes_in_words
 from headrace.rollouts.base import TOO_LONG
 from headrace.training.base import StepReport
 from headrace.types import STEP_SECONDS, Batch, Group, Rollout, Trace, Version, held_back_seconds
@@ -257,7 +257,8 @@ class Recorder:
         }
         notes = [warning] if (warning := self._drift.warning()) else []
         if report.skipped:
-            why = "its batch has no token to train" if math.isfinite(report.grad_norm) else "its gradient is not finite"
+            what = "gradient" if math.isfinite(report.loss) else "loss"
+            why = "its batch has no token to train" if math.isfinite(report.grad_norm) else f"its {what} is not finite"
             notes.append(f"step {batch.step} was skipped: {why}")
 
         advised = self._journalled(self._advisor.step(figures), batch.step) if batch.objective == "policy" else []
@@ -348,6 +349,21 @@ class Recorder:
         else:
             self.note(f"{proof.engine} refused version {proof.version}: {proof.reason}")
 
+    def teacher_refreshed(self, teacher: str, manifest: Manifest, proof: Proof) -> None:
+        """Record the answer of a teacher's process to a version of a teacher that follows the policy."""
+        self._metrics.write(
+            "teacher",
+            teacher=teacher,
+            version=proof.version,
+            step=manifest.step,
+            accepted=proof.accepted,
+            digest=f"{manifest.digest:016x}",
+            live_digest=f"{proof.live_digest:016x}",
+            canary_error=proof.canary_error,
+        )
+        if not proof.accepted:
+            self.note(f"the teacher {teacher!r} refused version {proof.version}: {one_line(proof.reason)}")
+
     def evaluated(self, evaluation: EvaluationRecord, answers: Sequence[SampleRecord], failed: int) -> None:
         """Record the answers to held-out prompts."""
         version, moment, samples = evaluation.version, evaluation.moment, evaluation.samples
@@ -356,10 +372,11 @@ class Recorder:
         for answer in answers:
             self.journal.sample(answer, self._window.policy)
         versions, tasks = msgspec.json.decode(evaluation.versions), msgspec.json.decode(evaluation.tasks)
-        of_tasks = {f"{name}/{key}": value for name, found in tasks.items() for key, value in found.items()}
-        self._metrics.write(
-            "evaluation", version=version, moment=moment, pass_1=pass_1, pass_k=pass_k, versions=versions, **of_tasks
-        )
+        passes, sets = msgspec.json.decode(evaluation.passes), msgspec.json.decode(evaluation.sets)
+        parts = {**tasks, **{f"sets/{name}": found for name, found in sets.items()}}
+        of_parts = {f"{name}/{key}": value for name, found in parts.items() for key, value in found.items()}
+        own = {"version": version, "moment": moment, "pass_1": pass_1, "pass_k": pass_k, "versions": versions}
+        self._metrics.write("evaluation", **own, **passes, **of_parts)
         self.shown.heldout = pass_1
         when = "again, as the run goes on" if moment == "before" and self._resumed else f"{moment} training"
         each = ", ".join(f"{name} {found['pass_1']:.3f}" for name, found in tasks.items())
@@ -368,7 +385,11 @@ class Recorder:
             + (f", {pass_k:.3f} within {samples} tries" if samples > 1 else "")
             + (f", {failed} failed" if failed else "")
             + (f" ({each})" if each else "")
+            + "".join(f", {text}" for text in passes_in_words(passes))
         )
+        for name, found in sets.items():
+            told = ", ".join([f"{found['pass_1']:.3f} right of {found['prompts']} prompts", *passes_in_words(found)])
+            self.note(f"held-out {when}, version {version}, set {name}: {told}")
 
     def evaluation_skipped(self, version: int, moment: str, reason: str) -> None:
         """Record that an evaluation was due and has no result."""
@@ -384,7 +405,9 @@ class Recorder:
     # ---- the run as a whole
 
     def beat(self, process: str, beat: Heartbeat) -> None:
-        """Record what a process did since its last heartbeat."""
+        """Record what a process did since its last heartbeat. Only the tokens of the policy count as generated."""
+        if process.startswith("scorer-"):
+            beat = msgspec.structs.replace(beat, generated_tokens=0)
         started, busy_seconds = self._activity.beat(process, beat.time, beat.spans, beat.generated_tokens)
         self._pace.beat(process, beat.time - started, busy_seconds, beat.generated_tokens)
         if self._timeline is not None:

@@ -19,6 +19,8 @@
                    the limit of failed groups, and held-out prompts are asked again. Its requests are withdrawn from
                    the engines. Supervision restarts it. It listens at the same address, and sessions that waited for
                    an agent are offered again.
+    a scorer's     What it held fails or is asked again, as its scorer says. Supervision restarts it, and rollouts that
+    model          end meanwhile wait for it (`scoring.model_process`).
     a vLLM         Its engine worker ends, and is restarted with a new server. A server that was given by URL is
     server         waited for (`engines.vllm.server`).
 
@@ -43,6 +45,7 @@ from headrace.pipeline.steps import Steps
 from headrace.pipeline.versions import Versions
 from headrace.pipeline.waits import EngineWatch
 from headrace.rollouts.base import AnyEpisode
+from headrace.scoring.base import ScorerProcess
 from headrace.training.base import Checkpoint
 from headrace.types import Batch, Group, Prompt
 
@@ -93,6 +96,19 @@ class Recovery:
             await gateway.back()
             self._parts.processes.rejoined(gateway.name)
             self._parts.waits.moved()
+
+    # ---- the models of scorers
+
+    def scorer_died(self, process: ScorerProcess, death: PeerDied) -> None:
+        """Fail what the model held. Rollouts that end later wait until it is back, as long as their scorer allows."""
+        process.lost(death.reason)
+        self._parts.recorder.restarted(process.name, death.reason, tokens=0)
+
+    def scorer_returned(self, process: ScorerProcess) -> None:
+        """Let the restarted model score again."""
+        process.back()
+        self._parts.processes.rejoined(process.name)
+        self._parts.waits.moved()
 
     # ---- the trainer
 

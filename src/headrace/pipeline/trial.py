@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from headrace.config import AgentTaskConfig, Config, DatasetTaskConfig, EnvironmentTaskConfig, TaskConfig
 from headrace.config.checks import in_section
 from headrace.config.file_digests import check_digests
-from headrace.config.hub import model_dir, teacher_dir
+from headrace.config.hub import find_model, model_dir, teacher_dir
 from headrace.config.memory import longest_sequence
 from headrace.config.model_dir import ModelFacts
 from headrace.errors import ConfigError, DataError, UserError
@@ -78,6 +78,10 @@ def check_models(config: Config) -> None:
     check_digests(model_dir(config.model), "[model] path")
     if (teacher := teacher_dir(config)) is not None:
         check_digests(teacher, "[algorithm] teacher")
+    for name, section in config.teachers.items():
+        if section.model:
+            key = f"[scorers.{name}] model"
+            check_digests(find_model(section.model, section.revision, key=key), key)
 
 
 async def _try(config: Config, facts: ModelFacts, ready: ReadyTask, chat: ChatFormat) -> Tried:

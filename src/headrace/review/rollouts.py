@@ -17,6 +17,7 @@ from headrace.config.hub import model_dir
 from headrace.errors import UserError
 from headrace.observe.records import RolloutRecord
 from headrace.observe.summary import aligned
+from headrace.review.scores import as_rows, has_components, in_words
 from headrace.run_dir import RunDir
 from headrace.tasks.chat import ChatFormat
 from headrace.training.checkpoints.base import latest
@@ -66,9 +67,10 @@ def _opening(trace: Trace, chat: ChatFormat) -> str:
 
 
 def shown(journal: JournalReader, records: Iterable[RolloutRecord], chat: ChatFormat | None) -> Iterator[Row]:
-    """Yield rows for people and programs: the documented columns and `metrics`, the numbers beside the reward.
+    """Yield rows for people and programs: the documented columns, `scores`, and `metrics`, the further numbers.
 
-    With a tokenizer, there are `prompt_text` and `text` too, with one text for each trace.
+    With a tokenizer, there are `prompt_text` and `text` too, with one text for each trace, and scores of parts have the
+    `text` of their tokens.
     """
     for record in records:
         rollout = journal.tokens(record)
@@ -77,14 +79,17 @@ def shown(journal: JournalReader, records: Iterable[RolloutRecord], chat: ChatFo
             traces = None if rollout is None else rollout.traces
             entry["prompt_text"] = None if traces is None else [_opening(trace, chat) for trace in traces]
             entry["text"] = None if traces is None else [_completion(trace, chat) for trace in traces]
+        entry["scores"] = None if rollout is None else as_rows(rollout, chat)
         yield entry
 
 
 def table(entries: Iterable[Row]) -> list[str]:
-    """Return aligned lines under a heading."""
+    """Return aligned lines under a heading. With texts, the scores of an answer's parts follow below its line."""
     entries = list(entries)
+    with_scores = any(has_components(entry.get("scores") or []) for entry in entries)
     with_text = bool(entries) and "text" in entries[0]
     with_numbers = any(_numbers(entry) for entry in entries)
+    scored = ["scores"] if with_scores else []
     numbers, texts = ["numbers"] if with_numbers else [], ["prompt", "text"] if with_text else []
     with_task = bool(entries) and "task" in entries[0]
     lines = [
@@ -95,6 +100,7 @@ def table(entries: Iterable[Row]) -> list[str]:
             "state",
             "ending",
             "reward",
+            *scored,
             *numbers,
             "tokens",
             "versions",
@@ -113,13 +119,22 @@ def table(entries: Iterable[Row]) -> list[str]:
             entry["ending"],
             reward,
         ]
+        cells += [in_words(entry.get("scores") or [])] if with_scores else []
         cells += [*([_numbers(entry)] if with_numbers else []), entry["sampled_tokens"]]
         cells.append(oldest if oldest == newest else f"{oldest}-{newest}")
         lines.append(
             [_cell(cell) for cell in cells]
             + ([_text(entry.get("prompt_text")), _text(entry["text"])] if with_text else [])
         )
-    return aligned(lines)
+    heading, *found = aligned(lines)
+    below = [_part_lines(entry) if with_text else [] for entry in entries]
+    return [heading, *(line for row, more in zip(found, below, strict=True) for line in (row, *more))]
+
+
+def _part_lines(entry: Row) -> list[str]:
+    """Return a line for each score of a part of the answer: who gave it, and the text of the part."""
+    parts = [score for score in entry.get("scores") or [] if score["level"] != "rollout"]
+    return [f"    {each['scorer']} {each['level']} {each['value']:.4g}  {_text([each['text']])}" for each in parts]
 
 
 def _cell(value: Any) -> str:

@@ -9,7 +9,7 @@ evaluation, a timeline, its own end), the page says that it is missing and shows
 import os
 from collections.abc import Sequence
 from datetime import datetime
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,19 @@ from headrace.observe.records import (
     StepRecord,
 )
 from headrace.observe.spans import timeline_started
-from headrace.observe.summary import STATES, compact, duration, lag_mean_and_max, number, percent, thousands, whole
+from headrace.observe.summary import (
+    STATES,
+    compact,
+    duration,
+    lag_mean_and_max,
+    number,
+    passes_in_words,
+    percent,
+    thousands,
+    whole,
+)
+from headrace.review.rollouts import load_chat
+from headrace.review.scores import newest_scored
 from headrace.run_dir import RunDir, write_whole
 
 MOST_SAMPLES = 8
@@ -124,12 +136,10 @@ def summarize_journal(journal: JournalReader) -> dict[str, Any]:
 
 
 def _evaluation(evaluation: EvaluationRecord) -> dict[str, Any]:
-    """Return an evaluation with its JSON read. `tasks` is there only if the run has several tasks."""
+    """Return an evaluation with its JSON read. `tasks`, `passes` and `sets` are there only if they have entries."""
     found = msgspec.structs.asdict(evaluation)
-    found |= {key: msgspec.json.decode(found[key]) for key in ("versions", "tasks")}
-    if not found["tasks"]:
-        del found["tasks"]
-    return found
+    found |= {key: msgspec.json.decode(found[key]) for key in ("versions", "tasks", "passes", "sets")}
+    return {key: value for key, value in found.items() if value or key not in ("tasks", "passes", "sets")}
 
 
 def _rewards(steps: list[StepRecord]) -> dict[str, float | None]:
@@ -190,6 +200,7 @@ def values(run_dir: Path) -> dict[str, Any]:
         steps, lag_tokens, groups = journal.steps(), journal.lag_tokens(), journal.ended_groups()
         figures = journal.step_curves()
         training, deliveries, samples = journal.training_window(), journal.deliveries(), journal.samples()
+        scored = newest_scored(journal, partial(load_chat, run_dir))
     ledger, most, bound = summary["ledger"], summary["lag_max"], summary["lag_bound"]
     started = meta.get("started", meta.get("train_started"))
     # Usually one step makes one version, and then both charts share their axis.
@@ -206,9 +217,7 @@ def values(run_dir: Path) -> dict[str, Any]:
             [
                 f"{e['moment']} training",
                 str(e["version"]),
-                ", ".join(
-                    [number(e["pass_1"]), *(f"{t} {number(f['pass_1'])}" for t, f in e.get("tasks", {}).items())]
-                ),
+                _in_words(e),
                 ", ".join(f"{thousands(tokens)} of {version}" for version, tokens in e["versions"].items()),
             ]
             for e in summary["evaluations"]
@@ -257,6 +266,7 @@ def values(run_dir: Path) -> dict[str, Any]:
             if not row.proved
         ],
         "samples": _samples(samples),
+        "scored": scored,
         "config": paths.config.read_text(encoding="utf-8", errors="replace") if paths.config.is_file() else None,
     }
 
@@ -278,8 +288,13 @@ def _reward(steps: Sequence[StepRecord], axis: str) -> Drawing | None:
     return Drawing(chart, keys)
 
 
-def _of_tasks(evaluation: dict[str, Any]) -> list[str]:
-    return [f"{task} {number(found['pass_1'])}" for task, found in evaluation.get("tasks", {}).items()]
+def _in_words(evaluation: dict[str, Any]) -> str:
+    """Return the accuracy of an evaluation, that of each task and of each set, and what else was asked for."""
+    words = [number(evaluation["pass_1"]), *passes_in_words(evaluation.get("passes", {}))]
+    words += [f"{task} {number(found['pass_1'])}" for task, found in evaluation.get("tasks", {}).items()]
+    for name, found in evaluation.get("sets", {}).items():
+        words.append(" ".join([f"{name} {number(found['pass_1'])}", *passes_in_words(found)]))
+    return ", ".join(words)
 
 
 def _heldout(evaluations: list[dict[str, Any]]) -> Drawing | None:
@@ -294,10 +309,11 @@ def _heldout(evaluations: list[dict[str, Any]]) -> Drawing | None:
     for label, column, tone, _ in shown:
         points = sorted(charts.finite([(e["version"], e[column]) for e in evaluations]))
         lines.append(Series(label=f"{label}, version", points=points, tone=tone, dots=True))
-    for task, tone in zip(sorted({task for e in evaluations for task in e.get("tasks", {})}), "adefgh", strict=False):
-        points = sorted((e["version"], e["tasks"][task]["pass_1"]) for e in evaluations if task in e.get("tasks", {}))
-        lines.append(Series(label=f"{task}, version", points=points, tone=tone, dots=True))
-        shown.append((task, "", tone, f"{task}, pass@1"))
+    parts = [(e["version"], {**e.get("tasks", {}), **e.get("sets", {})}) for e in evaluations]
+    for name, tone in zip(sorted({name for _, found in parts for name in found}), "adefgh", strict=False):
+        points = sorted((version, found[name]["pass_1"]) for version, found in parts if name in found)
+        lines.append(Series(label=f"{name}, version", points=points, tone=tone, dots=True))
+        shown.append((name, "", tone, f"{name}, pass@1"))
     chart = charts.line_chart(
         lines, name="Held-out accuracy", x_label="version", y_label="accuracy", y_range=(0.0, 1.02)
     )
@@ -323,7 +339,10 @@ CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Truncated answers", ("truncated",)),
     ("Groups with equal rewards", ("zero_variance",)),
     ("Entropy", ("entropy", "sampled_entropy")),
-    ("KL divergence", ("kl_k1", "kl_k3", "reference_kl", "teacher_kl")),
+    ("KL divergence", ("kl_k1", "kl_k3", "reference_kl", "reward_kl", "teacher_kl")),
+    ("Components of the loss", ("loss/",)),
+    ("Weight of the entropy bonus", ("entropy_weight",)),
+    ("Value and error of the critic", ("value", "value_loss")),
     ("Importance ratio", ("ratio",)),
     ("Clip fraction", ("clip_fraction",)),
     ("Lag in versions", ("lag_mean", "lag_max")),
@@ -332,7 +351,7 @@ CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 """The charts of the report's curves: a title and the keys that it draws. A key with a slash stands for all that begin
 with it. If the run has several tasks, the keys of each task, which begin with its name, are drawn too."""
-SIGNED = ("score/", "extra/", "kl_k1", "ratio", "reference_kl", "teacher_kl")
+SIGNED = ("score/", "extra/", "kl_k1", "ratio", "reference_kl", "reward_kl", "teacher_kl", "loss/", "value")
 """The curves that may be negative, or whose change matters more than their distance from zero."""
 MOST_LINES = 8
 

@@ -67,8 +67,8 @@ def _with_short_reason(rollout: Rollout) -> Rollout:
     return rollout if reason == rollout.reason else msgspec.structs.replace(rollout, reason=reason)
 
 
-async def run_episode(episode: AnyEpisode, scoring: Stage) -> Rollout:
-    """Run a prepared episode to its end, and score its rollout.
+async def run_episode(episode: AnyEpisode, scoring: Stage, *, heldout: bool = False) -> Rollout:
+    """Run a prepared episode to its end, and score its rollout. `heldout` says that its prompt is a held-out one.
 
     An episode that is told to end while its rollout is being scored ends as aborted, without a score.
     """
@@ -76,7 +76,7 @@ async def run_episode(episode: AnyEpisode, scoring: Stage) -> Rollout:
         rollout = await episode.run()
         if rollout.ending not in ("finished", "truncated"):
             return rollout
-        return await episode.interruptible(scoring.score(Ended(episode.prompt, rollout, episode.turns)))
+        return await episode.interruptible(scoring.score(Ended(episode.prompt, rollout, episode.turns, heldout)))
     except Cancelled:
         return msgspec.structs.replace(
             rollout, ending="aborted", reward=None, reason=episode.cancelled or "", scores=[]

@@ -22,7 +22,7 @@ from headrace.rollouts.base import TOO_LONG, AnyEpisode, Cancelled, ChatFormat, 
 from headrace.rollouts.stream import SavedTurns, TokenStream
 from headrace.scoring.base import Span, Stage, Turn
 from headrace.tasks.base import Environment, EnvironmentStep
-from headrace.types import NO_VERSION, Ending, Int32Array, Rollout, Score, Trace
+from headrace.types import LOW_SCORE, NO_VERSION, Ending, Float64Array, Int32Array, Rollout, Score, Trace
 
 T = TypeVar("T")
 
@@ -201,11 +201,11 @@ class Episode(AnyEpisode):
         self._saved.expect(context)
         self.discarded = self._saved.discarded
 
-    def _tell(self, tokens: Trace) -> None:
+    def _tell(self, tokens: Trace, times: Float64Array | None = None) -> None:
         """Tell the scorers about tokens that were just appended to the stream."""
         if self._scoring is not None and self._scoring.listening and len(tokens):
             start = len(self._stream) - len(tokens)
-            self._scoring.span(Span(self.id, 0, len(self._turns), start, tokens, self._chat.decode))
+            self._scoring.span(Span(self.id, 0, len(self._turns), start, tokens, self._chat.decode, times))
 
     async def _sample_turn(self) -> tuple[Int32Array, FinishReason]:
         """Sample the policy's next turn. A request that is aborted is resumed from its prefix."""
@@ -249,12 +249,16 @@ class Episode(AnyEpisode):
                     routing = delta.routing if self.plan.keep_routing else None
                     records = delta.logprobs, delta.versions, delta.kept, routing
                     temperature = self._sampling.recorded_temperature
-                    self._tell(self._stream.append_sampled(delta.token_ids, *records, temperature=temperature))
+                    new = self._stream.append_sampled(delta.token_ids, *records, temperature=temperature)
+                    self._tell(new, None if delta.times is None else np.array(delta.times))
                     if delta.finish == "failed":
                         reason = _first_line(delta.error) or "failed without a reason"
                         raise EpisodeFailed(f"{self._engine.name}: {reason}")
                     if delta.finish is not None:
                         return delta.finish
+                    # A held-out rollout, which only one version may sample, is never ended for its scores.
+                    if self._scoring is not None and self.plan.version == NO_VERSION and self._scoring.doomed(self.id):
+                        await self.cancel(LOW_SCORE)
                     if self.cancelled is not None:
                         # Abort again: the first abort may have reached the engine before the request did.
                         await self.abort_requests()

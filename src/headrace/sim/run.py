@@ -159,6 +159,9 @@ class _Trainer:
     async def resend(self, manifest: Manifest) -> Manifest:
         return manifest
 
+    async def teacher_answered(self, teacher: str, version: int) -> None:
+        """See `TrainerHandle.teacher_answered`. No simulated teacher follows the policy."""
+
     async def acknowledge(self, version: int) -> None:
         return
 

@@ -63,6 +63,9 @@ class TrainerHandle(Protocol):
     async def acknowledge(self, version: int) -> None:
         """Tell the trainer that the engines no longer need the bytes of this version."""
 
+    async def teacher_answered(self, teacher: str, version: int) -> None:
+        """Tell the trainer that the process of a teacher that follows the policy has answered this version."""
+
     async def save(self, version: int) -> Path:
         """Write a checkpoint of the current weights and return its path."""
 
@@ -84,7 +87,7 @@ class StepReport(msgspec.Struct, kw_only=True):
     micro_batches: int
     seconds: float
     skipped: bool = False
-    """Whether the weights stayed the same, because the gradient was not finite or the batch held no trained token."""
+    """Whether the weights stayed the same, because loss or gradient were not finite or no token was trained."""
     skipped_steps: int = 0
     """The number of skipped steps since the trainer's first step, this step included."""
     metrics: dict[str, float] = {}

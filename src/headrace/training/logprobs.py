@@ -2,9 +2,9 @@
 
 The logits come from the model's own head code, because some models cap or scale them, and are in float32 at least. At
 most `CHUNK_ELEMENTS` of them exist at a time, forward or backward, so memory does not grow with tokens x vocabulary. On
-a GPU, a head that is only a matrix is computed by `read_head`, unless entropies or kept sets are read: one operation
-computes the projection and reads the log-probabilities, and its backward pass computes the logits again and turns them
-into gradients by the formula of the softmax.
+a GPU, a head that is only a matrix is computed by `read_head`, unless kept sets are used or anything beside the sampled
+tokens is read: one operation computes the projection and reads the log-probabilities, and its backward pass computes
+the logits again and turns them into gradients by the formula of the softmax.
 
 A target with a kept set is read from the distribution over that set alone; any other target is read from the whole
 vocabulary. The softmax is computed in float32 at least. The host plans what to read, so nothing waits for a device.
@@ -28,7 +28,7 @@ from headrace.training.attention import PackedAttention
 from headrace.training.devices import input_device, upload
 from headrace.training.layers import compiled_layers
 from headrace.training.rows import Index, MicroBatch
-from headrace.types import Float32Array, Kept
+from headrace.types import Float32Array, Int32Array, Kept
 
 EntropyOf = Literal["none", "value", "gradient"]
 """How the entropy is wanted: not at all, as a number, or differentiable."""
@@ -41,6 +41,21 @@ class Readings(NamedTuple):
     """The log-probabilities, [M], differentiable."""
     entropy: torch.Tensor | None = None
     """The entropy, [M], of the distribution that the target is read from."""
+    top: torch.Tensor | None = None
+    """The log-probabilities of k given tokens at each target, [M, k], differentiable."""
+    tail: torch.Tensor | None = None
+    """The logarithm of the probability of all tokens but these k, [M], differentiable."""
+    top_ids: torch.Tensor | None = None
+    """The k tokens, [M, k], in ascending order; only if the likeliest tokens were asked for."""
+    hidden: torch.Tensor | None = None
+    """The hidden states that the targets are predicted from, [M, hidden size], differentiable."""
+
+
+class Likeliest(NamedTuple):
+    """Asks for the k likeliest tokens among the first `vocabulary` tokens."""
+
+    k: int
+    vocabulary: int
 
 
 class KeptSets(NamedTuple):
@@ -86,8 +101,18 @@ class Wanted:
         return cls(targets, moved(rows), tokens, sets, len(members) < len(targets))
 
 
-def read(logits: torch.Tensor, wanted: Wanted, temperature: float | torch.Tensor, entropy: EntropyOf) -> Readings:
-    """Return the log-probabilities, and the entropies if they are wanted. `temperature` may be one per row, [n, 1]."""
+def read(
+    logits: torch.Tensor,
+    wanted: Wanted,
+    temperature: float | torch.Tensor,
+    entropy: EntropyOf,
+    top: torch.Tensor | Likeliest | None = None,
+) -> Readings:
+    """Return the log-probabilities, and the entropies if they are wanted. `temperature` may be one per row, [n, 1].
+
+    `top` asks for the log-probabilities of further tokens and of their tail, over the whole vocabulary: k given tokens
+    per row, [n, k], or the likeliest ones.
+    """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if isinstance(temperature, torch.Tensor) or temperature != 1.0:
         logits = logits / temperature
@@ -100,7 +125,28 @@ def read(logits: torch.Tensor, wanted: Wanted, temperature: float | torch.Tensor
         whole, disorder = _among(logits, wanted.kept, entropy)
         normaliser = normaliser.index_copy(0, wanted.kept.members, whole)
         spread = spread.index_copy(0, wanted.kept.members, disorder)
-    return Readings(chosen - normaliser, None if entropy == "none" else spread)
+    further = Readings(chosen) if top is None else _top(logits, top)
+    return Readings(
+        chosen - normaliser,
+        None if entropy == "none" else spread,
+        *(None if found is None else found[wanted.rows] for found in further[2:]),
+    )
+
+
+def _top(logits: torch.Tensor, top: torch.Tensor | Likeliest) -> Readings:
+    """Return the log-probabilities of k tokens of each row, [n, k], of their tail, [n], and the tokens if asked for.
+
+    The tail is summed from the other tokens' logits. One minus the sum of k probabilities would lose its digits.
+    """
+    if isinstance(top, Likeliest):
+        ids = logits[:, : top.vocabulary].topk(top.k, dim=-1).indices.sort(dim=-1).values
+    else:
+        ids = top
+    chosen = logits.gather(1, ids)
+    others = logits.scatter(1, ids, -torch.inf).logsumexp(dim=-1)
+    normaliser = torch.logaddexp(others, chosen.logsumexp(dim=-1))
+    found = ids if isinstance(top, Likeliest) else None
+    return Readings(normaliser, None, chosen - normaliser[:, None], others - normaliser, found)
 
 
 def _whole(logits: torch.Tensor, entropy: EntropyOf) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,26 +187,38 @@ def read_row(
     temperature: float | Float32Array = 1.0,
     kept: Kept | None = None,
     entropy: EntropyOf = "none",
+    top: Int32Array | Likeliest | None = None,
+    hidden_states: bool = False,
     attention: PackedAttention | None = None,
     chunk_elements: int | None = None,
 ) -> Readings:
-    """Return the log-probabilities of a row's targets, and the entropy if it is wanted.
+    """Return the log-probabilities of a row's targets, and the entropy and the hidden states if they are wanted.
 
-    `temperature` is one for all targets, or one for each. `kept` has a set for each target, which may be empty. The
-    caller must keep the row's `attention` until the backward pass, because compiled layers need it there too.
+    `temperature` is one for all targets, or one for each. `kept` has a set for each target, which may be empty. `top`
+    asks for further tokens at each target: k given ones, [M, k], or the likeliest ones. The caller must keep the row's
+    `attention` until the backward pass, because compiled layers need it there too.
     """
     device = input_device(model)
     # Answers to one prompt share the position that predicts their first token, so its logits are computed once.
     places, inverse = np.unique(row.predictors, return_inverse=True)
-    scale: float | torch.Tensor
+    scale: float | torch.Tensor = 1.0
     if isinstance(temperature, np.ndarray):
         # A position that is read at several temperatures counts once for each of them.
         levels, level = np.unique(temperature, return_inverse=True)
-        numbers, inverse = np.unique(row.predictors * len(levels) + level, return_inverse=True)
-        places, level = np.divmod(numbers, len(levels))
+        places, inverse, level = _split(row.predictors, level)
         scale = upload(levels[level], device)[:, None]
     else:
         scale = temperature
+    further: torch.Tensor | Likeliest | None
+    if isinstance(top, np.ndarray):
+        # A position at which several sets of tokens are read counts once for each of them too.
+        sets, number = np.unique(top, axis=0, return_inverse=True)
+        numbers, inverse, number = _split(inverse, number.reshape(-1))
+        places = places[numbers]
+        scale = scale[upload(numbers, device)] if isinstance(scale, torch.Tensor) else scale
+        further = upload(sets[number].astype(np.int64), device)
+    else:
+        further = top
     at = upload(places, device)
     inputs = {
         "input_ids": upload(row.token_ids, device)[None],
@@ -171,15 +229,16 @@ def read_row(
     size = max(1, (chunk_elements or CHUNK_ELEMENTS) // vocabulary)
 
     def computed() -> Readings:
-        plain = not isinstance(scale, torch.Tensor) and kept is None and entropy == "none"
+        plain = not isinstance(scale, torch.Tensor) and kept is None and entropy == "none" and further is None
         if device.type == "cuda" and plain and has_plain_head(model):
             return by_matrix(size * DEVICE_CHUNKS)
-        if len(places) <= size:
+        if len(places) <= size and not hidden_states:
             with WideHead(model).in_force():
                 logits = model.forward(**inputs, logits_to_keep=at).logits[0]
-            return read(logits, Wanted.of(np.arange(len(inverse)), inverse, row, kept, device), scale, entropy)
+            return read(logits, Wanted.of(np.arange(len(inverse)), inverse, row, kept, device), scale, entropy, further)
         hidden = model.base_model(**inputs).last_hidden_state[0, at]
-        return _in_chunks(model, hidden, list(_chunks(inverse, size, row, kept, device)), size, scale, entropy)
+        chunks = list(_chunks(inverse, size, row, kept, device))
+        return beside(hidden, _in_chunks(model, hidden, chunks, size, scale, entropy, further))
 
     def by_matrix(size: int) -> Readings:
         hidden = model.base_model(**inputs).last_hidden_state[0].index_select(0, at)
@@ -188,10 +247,21 @@ def read_row(
         weight = model.get_output_embeddings().weight
         layers = compiled_layers(model)
         arithmetic = compiled_arithmetic() if layers is not None and layers.on and layers.fused else PLAIN
-        return Readings(read_head(hidden, weight, reading, scale, arithmetic))
+        return beside(hidden, Readings(read_head(hidden, weight, reading, scale, arithmetic)))
+
+    def beside(hidden: torch.Tensor, readings: Readings) -> Readings:
+        return readings._replace(hidden=hidden[upload(inverse, device)]) if hidden_states else readings
 
     with attending(attention or PackedAttention(row)):
         return _called(model, computed)
+
+
+def _split(places: Index, kinds: Index) -> tuple[Index, Index, Index]:
+    """Divide places by the kinds of readings. Return the place of each pair, the pair of each target, and its kind."""
+    count = int(kinds.max()) + 1
+    numbers, inverse = np.unique(places * count + kinds, return_inverse=True)
+    divided, kind = np.divmod(numbers, count)
+    return divided, inverse, kind
 
 
 _plain_heads: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
@@ -250,22 +320,26 @@ def _in_chunks(
     size: int,
     temperature: float | torch.Tensor,
     entropy: EntropyOf,
+    top: torch.Tensor | Likeliest | None,
 ) -> Readings:
     wide = WideHead(model)
 
-    def piece(chunk: torch.Tensor, wanted: Wanted, scale: float | torch.Tensor) -> Readings:
+    def piece(chunk: torch.Tensor, wanted: Wanted, scale: float | torch.Tensor, further: Any) -> Readings:
         with wide.in_force():
             logits = _head(model, chunk)
-        return read(logits, wanted, scale, entropy)
+        return read(logits, wanted, scale, entropy, further)
 
     found = []
     for i, wanted in enumerate(chunks):
         mine = slice(i * size, (i + 1) * size)
         scale = temperature[mine] if isinstance(temperature, torch.Tensor) else temperature
-        found.append(checkpoint(piece, hidden[mine], wanted, scale, use_reentrant=False, preserve_rng_state=False))
+        further = top[mine] if isinstance(top, torch.Tensor) else top
+        found.append(
+            checkpoint(piece, hidden[mine], wanted, scale, further, use_reentrant=False, preserve_rng_state=False)
+        )
     back = upload(np.argsort(np.concatenate([wanted.targets for wanted in chunks])), hidden.device)
-    spread = None if entropy == "none" else torch.cat([readings.entropy for readings in found])[back]
-    return Readings(torch.cat([readings.logprobs for readings in found])[back], spread)
+    joined: list[Any] = [None if parts[0] is None else torch.cat(parts)[back] for parts in zip(*found, strict=True)]
+    return Readings(*joined)
 
 
 class _Body(torch.nn.Module):

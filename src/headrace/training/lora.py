@@ -58,15 +58,17 @@ class TrainedAdapter:
         return dict(self._weights)
 
     @contextmanager
-    def dropout(self, step: int, share: int = 0) -> Iterator[None]:
+    def dropout(self, step: int, share: int = 0, update: int = 0) -> Iterator[None]:
         """Apply dropout to the adapter's inputs inside this context.
 
-        What is dropped depends only on the seed, the step and the share, which is this rank's share of the rows.
+        What is dropped depends only on the seed, the step, the update within the step, and the share, which is this
+        rank's share of the rows.
         """
         if not self._dropouts:
             yield
             return
-        seeds = [self._seed, step, share] if share else [self._seed, step]
+        # A share and an update of 0 are left away, as they were before there were several.
+        seeds = [self._seed, step, share, update] if update else [self._seed, step, share][: 3 if share else 2]
         [drawn] = np.random.SeedSequence(seeds).generate_state(1, np.uint64)
         device = input_device(self._model)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

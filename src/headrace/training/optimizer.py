@@ -118,14 +118,14 @@ class Optimizer:
                 made.append(torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True))
         return made
 
-    def begin(self, rate: float) -> Callable[[], Applied]:
+    def begin(self, rate: float, loss: torch.Tensor | None = None) -> Callable[[], Applied]:
         """Clip the gradients by their global norm, make a step, and drop the gradients. On a GPU this is only enqueued.
 
-        The returned function waits for the device and returns the result. If the norm is not finite, weights and
-        moments stay as they are.
+        The returned function waits for the device and returns the result. If the norm is not finite, or the loss that
+        the gradients belong to, weights and moments stay as they are.
         """
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        norm = global_norm(gradients, self._ranks)
+        norm = global_norm(gradients, self._ranks, loss)
         for name, whole in self._parameters.items():
             part = self._named[name]
             if part is not whole:

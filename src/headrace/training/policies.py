@@ -7,17 +7,17 @@ of a model are exchanged for a while, the model gets its own weights back to the
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from headrace.config.declared import Needs
-from headrace.errors import UserError
-from headrace.training.logprobs import read_row
+from headrace.errors import HeadraceError, UserError
+from headrace.training.logprobs import Likeliest, Readings, read_row
 from headrace.training.ranks import bring_to_rest
 from headrace.training.routing import following
 from headrace.training.rows import MicroBatch
-from headrace.types import Batch, without_republished
+from headrace.types import NO_VERSION, Batch, without_republished
 
 
 class StoredWeights:
@@ -60,28 +60,62 @@ class StoredWeights:
             live.copy_(held)
 
 
+class RowScorer(Protocol):
+    """What scores the rows of a batch."""
+
+    def readings(self, rows: Sequence[MicroBatch], batch: Batch) -> list[Readings]:
+        """Return the readings of each row's targets."""
+
+
 class FrozenPolicy:
     """A policy that scores rows with a model, inside a context that turns the model into that policy."""
 
     def __init__(
-        self, model: Any, context: Callable[[], AbstractContextManager[Any]] = nullcontext, *, follows: bool = True
+        self,
+        model: Any,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        *,
+        follows: bool = True,
+        top: Likeliest | None = None,
     ) -> None:
-        """Set up the policy. If it `follows`, its experts are those of the policy in training: it uses the record."""
+        """Set up the policy. If it `follows`, its experts are those of the policy in training: it uses the record.
+
+        `top` asks for the policy's likeliest tokens at every target too.
+        """
         self._model = model
         self._context = context
         self._follows = follows
+        self._top = top
+
+    def logprobs(self, rows: Sequence[MicroBatch], batch: Batch) -> list[torch.Tensor]:
+        """Return the log-probabilities of each row's targets, [M]."""
+        return [found.logprobs for found in self.readings(rows, batch)]
 
     @torch.no_grad()
-    def logprobs(self, rows: Sequence[MicroBatch], batch: Batch) -> list[torch.Tensor]:
-        """Return the log-probabilities of each row's targets, [M], computed as those of the trained policy."""
+    def readings(self, rows: Sequence[MicroBatch], batch: Batch) -> list[Readings]:
+        """Return the readings of each row's targets, computed as those of the trained policy."""
         found = []
         with self._context():
             for row in rows:
                 kept = None if batch.kept is None else batch.kept.at(row.sources)
                 temperature = batch.temperature_at(row.sources)
                 with following(self._model, row) if self._follows else nullcontext():
-                    found.append(read_row(self._model, row, temperature=temperature, kept=kept).logprobs)
+                    found.append(read_row(self._model, row, temperature=temperature, kept=kept, top=self._top))
         return found
+
+
+class Remembered:
+    """A frozen policy that scores each batch once. All batches must live as long as this object."""
+
+    def __init__(self, policy: RowScorer) -> None:
+        self._policy = policy
+        self._found: dict[int, list[Readings]] = {}
+
+    def readings(self, rows: Sequence[MicroBatch], batch: Batch) -> list[Readings]:
+        """Return the readings of each row's targets. The rows of a batch must always be the same."""
+        if id(batch) not in self._found:
+            self._found[id(batch)] = self._policy.readings(rows, batch)
+        return self._found[id(batch)]
 
 
 class Policies:
@@ -96,9 +130,13 @@ class Policies:
         needs: Needs,
         *,
         teacher: Any = None,
+        recorded: bool = False,
         switched_off: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
-        """Set up the policies. `switched_off` is a context in which a model with an adapter computes as its base."""
+        """Set up the policies. `recorded` says that batches have the scores of a teacher outside of the trainer.
+
+        `switched_off` is a context in which a model with an adapter computes as its base.
+        """
         self._model = model
         self._switched_off = switched_off
         self._needs = needs
@@ -106,7 +144,8 @@ class Policies:
         self._reference: StoredWeights | None = None
         self._proximal: StoredWeights | None = None
         self._version: int | None = None
-        if needs.teacher and teacher is None:
+        self._recorded = recorded
+        if needs.teacher and teacher is None and not recorded:
             raise UserError("[algorithm] teacher: this loss needs the model to learn from")
 
     @property
@@ -120,7 +159,10 @@ class Policies:
             self._reference = StoredWeights(self._model)
 
     def of(self, batch: Batch) -> dict[str, FrozenPolicy]:
-        """Return the policies that must score this batch before it is trained, by their names in `TokenInputs`."""
+        """Return the policies that must score this batch before it is trained, by their names in `TokenInputs`.
+
+        Raises `HeadraceError` if a teacher outside of the trainer should have scored the batch, and has not.
+        """
         found = {}
         if self._needs.reference:
             if self._reference is None:
@@ -130,9 +172,17 @@ class Policies:
             found["reference"] = FrozenPolicy(self._model, context)
         if self._needs.proximal:
             found["proximal"] = FrozenPolicy(self._model, self._begun(batch).installed)
-        if self._needs.teacher:
-            found["teacher"] = FrozenPolicy(self._teacher, follows=False)
+        if self._needs.teacher and not self._recorded:
+            found["teacher"] = FrozenPolicy(self._teacher, follows=False, top=self._likeliest())
+        elif self._needs.teacher:
+            _check_recorded(batch, self._needs.top_k)
         return found
+
+    def _likeliest(self) -> Likeliest | None:
+        """Return which of the teacher's tokens are compared: none that the policy has no row for."""
+        if not self._needs.top_k:
+            return None
+        return Likeliest(self._needs.top_k, int(self._model.get_output_embeddings().weight.shape[0]))
 
     def _begun(self, batch: Batch) -> StoredWeights:
         """Return the weights with which the version in training began: those before its first batch was trained."""
@@ -143,3 +193,15 @@ class Policies:
             self._proximal = StoredWeights(self._model)
         self._version = version
         return self._proximal
+
+
+def _check_recorded(batch: Batch, top_k: int) -> None:
+    """Raise `HeadraceError` unless every trained token has the scores of a proved version of a teacher."""
+    scores = batch.teacher
+    if scores is None or (scores.versions[batch.trained] == NO_VERSION).any():
+        raise HeadraceError(f"step {batch.step}: the batch lacks the scores of a teacher that its loss needs")
+    if scores.k != top_k:
+        raise HeadraceError(
+            f"step {batch.step}: its tokens were scored with {scores.k} likeliest tokens of a teacher, and the loss "
+            f"needs {top_k} (resume with the [algorithm] teacher_divergence and teacher_top_k of before)"
+        )

@@ -78,6 +78,10 @@ class Ranks:
         """Return the sums over all ranks. They are equal on all ranks."""
         return self._summed(values, None)
 
+    def add_over_data(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor, in place, by its sum over the shares of the rows. It is then equal on all ranks."""
+        dist.all_reduce(tensor, group=self.mesh.get_group("data"))
+
     def meet(self) -> None:
         """Wait until every rank has called this method."""
         dist.barrier(self.storing)
@@ -231,16 +235,23 @@ def on_whole_matrices(
     return own_part(function(whole_tensor(placed_like(part, parameter))), parameter).to(part.device)
 
 
-def global_norm(gradients: Iterable[torch.Tensor], ranks: Ranks | None) -> torch.Tensor:
-    """Return the norm of all gradients together, with each element counted once. It is equal on all ranks."""
+def global_norm(
+    gradients: Iterable[torch.Tensor], ranks: Ranks | None, loss: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the norm of all gradients together, with each element counted once. It is equal on all ranks.
+
+    It is not a number if the `loss` of any rank is not finite: such a loss may have gradients that look harmless.
+    """
     gradients = list(gradients)
     if ranks is None:
-        return torch.nn.utils.get_total_norm(gradients)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        # Nothing is copied between host and device here: that would wait for the device.
+        return norm if loss is None else norm + (0.0 * loss).to(norm)
     held: dict[int, list[torch.Tensor]] = {}
     for gradient in gradients:
         held.setdefault(copies(gradient, ranks), []).append(local_tensor(gradient))
     mine = sum(float(torch.nn.utils.get_total_norm(parts)) ** 2 / times for times, parts in held.items())
-    (total,) = ranks.sum_over_all([mine])
+    (total,) = ranks.sum_over_all([mine + (0.0 if loss is None else 0.0 * float(loss))])
     return torch.tensor(total, dtype=torch.float64).sqrt()
 
 

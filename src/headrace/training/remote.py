@@ -63,6 +63,20 @@ class Resent(Message):
     manifest: Manifest
 
 
+class TeacherPublished(Message):
+    """An event: a version of a teacher that follows the policy is ready to be fetched by the teacher's process."""
+
+    teacher: str
+    manifest: Manifest
+
+
+class TeacherAnswered(Message):
+    """The teacher's process has answered this version. A newer one may be published."""
+
+    teacher: str
+    version: int
+
+
 class Acknowledged(Message):
     """The engines no longer need the bytes of this version."""
 
@@ -134,6 +148,10 @@ class RemoteTrainer:
         # A trainer that died no longer holds any bytes, so there is nothing to acknowledge.
         with suppress(PeerDied):
             await self._tell(Acknowledged(version=version))
+
+    async def teacher_answered(self, teacher: str, version: int) -> None:
+        """See `TrainerHandle.teacher_answered`."""
+        await self._tell(TeacherAnswered(teacher=teacher, version=version))
 
     async def save(self, version: int) -> Path:
         """See `TrainerHandle.save`."""

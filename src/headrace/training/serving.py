@@ -11,13 +11,14 @@ replays both use it.
 """
 
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 
@@ -35,10 +36,11 @@ from headrace.delivery.parts import TrainerRanks
 from headrace.delivery.plan import dtype_of
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.setup import choose, make_sender
+from headrace.delivery.shared_base import SharedBase, share_base
 from headrace.delivery.transports.segments import sweep
 from headrace.errors import DeliveryError, HeadraceError, UserError
-from headrace.models.loading import choose_device, load_model, named_weights
-from headrace.models.lora import frozen_linears
+from headrace.models.loading import choose_device, hold_weights, load_model, named_weights
+from headrace.models.lora import check_shareable, frozen_linears
 from headrace.models.rounding import hold_in_four_bits, round_weights, rounded
 from headrace.observe.spans import SpanRecorder
 from headrace.training import remote
@@ -54,6 +56,8 @@ from headrace.types import NO_VERSION, Float32Array, Int32Array
 
 T = TypeVar("T")
 FIRST_RANK = "trainer-0"
+TEACHER_RANKS = 1000
+"""The directories of teachers' weights are numbered from here on, after those of the trainer's ranks."""
 UNWRITABLE = (OSError, SafetensorError)
 """The exceptions that writing a checkpoint raises if the disk refuses."""
 
@@ -67,6 +71,8 @@ class Built:
     ranks: Ranks | None
     base_digest: int
     """The digest of the base model with [lora]; else 0."""
+    shared_base: SharedBase | None = None
+    """The base, if the trainer shares it with engines. It must be kept as long as the trainer."""
 
 
 def build_trainer(
@@ -74,10 +80,12 @@ def build_trainer(
     checkpoints: Path,
     spans: SpanRecorder | None = None,
     meet: Callable[[str], Ranks | None] = lambda device: None,
+    share_in: Path | None = None,
 ) -> Built:
     """Build the trainer that a configuration describes, before its first step.
 
     `meet` is called with the device once the model is loaded, and returns this process's place among the ranks, if any.
+    With `[lora] share_base`, the base is shared with the engines of the run directory `share_in`, if that is given.
     """
     device = choose_device(config.training.device, "training")
     in_four_bits = config.lora is not None and config.lora.base == "nf4"
@@ -91,9 +99,13 @@ def build_trainer(
         # A GPU may not have room for the whole model, so several ranks shard it, and 4 bits are packed, on the host.
         device="cpu" if sharded or in_four_bits else device,
     )
-    adapter, base_digest = None, 0
+    adapter, base_digest, shared = None, 0, None
     if config.lora is not None:
         base, base_digest = _freeze(model, config, config.lora, checkpoints)
+        if config.lora.share_base and share_in is not None:
+            check_shareable(model, config.lora)
+            shared = share_base(share_in, named_weights(model), config.model.dtype, base_digest)
+            hold_weights(model, shared.weights)
         if in_four_bits and not sharded:
             model.to(device)
         adapter = TrainedAdapter(model, config.lora, base=base, seed=config.run.seed)
@@ -105,12 +117,15 @@ def build_trainer(
         total_steps=config.run.versions * config.delivery.publish_every,
         warm_start=config.warm_start,
         teacher=_teacher(config, input_device(model)),
+        teacher_recorded=bool(config.teachers),
         ranks=ranks,
         spans=spans,
         adapter=adapter,
         correct_above=config.buffer.correct_above,
+        followers=config.moving_teachers,
+        steps_per_version=config.delivery.publish_every,
     )
-    return Built(trainer, device, ranks, base_digest)
+    return Built(trainer, device, ranks, base_digest, shared)
 
 
 def prepare_model(model: Any, training: TrainingConfig, ranks: Ranks | None = None) -> Any:
@@ -176,6 +191,54 @@ def make_publisher(config: Config, built: Built, run_dir: Path, own_address: str
     )
 
 
+class TeacherPublisher:
+    """Publishes the versions of one teacher that follows the policy, to the one process that has it."""
+
+    def __init__(self, config: Config, built: Built, run_dir: Path, name: str, number: int, own_address: str) -> None:
+        """`number` tells this teacher's directory of weights from others."""
+        plain = config.delivery.transport in ("shm", "file", "tcp")
+        delivery = msgspec.structs.replace(
+            config.delivery, transport=config.delivery.transport if plain else "auto", send="full"
+        )
+        self.name = name
+        self._every = config.teachers[name].every
+        self._answered = True
+        self._versions = 0
+        self._publisher = Publisher(
+            make_sender(delivery, run_dir, TEACHER_RANKS + number, relays=False, own_address=own_address),
+            published_dtype(config),
+            delivery.canary_tolerance,
+            canary_sequence(built.trainer.model.config.vocab_size, delivery.canary_tokens),
+            deadline=delivery.deadline,
+            policy=f"{config.policy_name}/{name}",
+        )
+        self.canary_token_ids = self._publisher.canary_token_ids
+
+    def due(self) -> bool:
+        """Count one more version of the policy. Return whether the teacher is to be refreshed now.
+
+        It is not while the last version has no answer, so that the trainer never waits for a teacher.
+        """
+        wanted = self._versions % self._every == 0
+        if not wanted or self._answered:
+            self._versions += 1
+        return wanted and self._answered
+
+    def publish(self, version: int, step: int, weights: Mapping[str, torch.Tensor], canary: Score) -> Future[Manifest]:
+        """See `Publisher.publish`."""
+        self._answered = False
+        return self._publisher.publish(version, NO_VERSION, step, weights, canary)
+
+    def answered(self, version: int) -> None:
+        """Record that the teacher's process has answered this version."""
+        self._publisher.acknowledged(version)
+        self._answered = True
+
+    def close(self) -> None:
+        """See `Publisher.close`."""
+        self._publisher.close()
+
+
 def published_dtype(config: Config) -> str:
     """Return the dtype in which weights are sent. An adapter that engines merge is rounded only after it is merged."""
     if config.lora is not None and config.lora.serve == "merged":
@@ -207,13 +270,22 @@ class TrainerRole:
             if self.store is not None and self.first:
                 self.notes += self.store.fetch_newest(self.checkpoints, last_step)
             built = build_trainer(
-                config, self.checkpoints, link.spans, lambda device: join_ranks(link, config, device, meet_at)
+                config,
+                self.checkpoints,
+                link.spans,
+                lambda device: join_ranks(link, config, device, meet_at),
+                share_in=link.run_dir,
             )
             self.trainer, self.ranks, self.device = built.trainer, built.ranks, built.device
+            self.shared_base = built.shared_base
             self.resumed_from = latest(self.checkpoints)
             if self.resumed_from is not None:
                 self.trainer.load(self.resumed_from)
         self.publisher = make_publisher(config, built, link.run_dir, link.own_address)
+        self.teachers = {
+            name: TeacherPublisher(config, built, link.run_dir, name, number, link.own_address)
+            for number, name in enumerate(config.moving_teachers)
+        }
         self.choice = choose(config.delivery, trainer=self.device, engines=engine_device(config))
         shared = self.device == "cuda" and any(name.startswith("engine") for name in link.neighbours)
         self.turns = TrainerTurns(link.run_dir / TURNS) if shared and config.pipeline.one_gpu == "turns" else None
@@ -247,6 +319,8 @@ class TrainerRole:
         finally:
             self.link.phase = "stopping"
             self.publisher.close()
+            for teacher in self.teachers.values():
+                teacher.close()
             with self._writing():
                 self.trainer.close()
             if self.turns is not None:
@@ -262,6 +336,9 @@ class TrainerRole:
                 continue
             if isinstance(incoming.message, remote.Acknowledged):
                 self.publisher.acknowledged(incoming.message.version)
+                continue
+            if isinstance(incoming.message, remote.TeacherAnswered):
+                self.teachers[incoming.message.teacher].answered(incoming.message.version)
                 continue
             if isinstance(incoming.message, remote.Resend):
                 self._resend(incoming, incoming.message.manifest)
@@ -415,3 +492,16 @@ class TrainerRole:
                 self.link.send(remote.Published(manifest=manifest, snapshot_seconds=snapshot_seconds))
 
         self._when_done(future, announce)
+        for teacher in self.teachers.values():
+            if teacher.due():
+                self._publish_teacher(teacher, version)
+
+    def _publish_teacher(self, teacher: TeacherPublisher, version: int) -> None:
+        """Publish a teacher that follows the policy as it is at this version of the policy."""
+        with self.link.spans.span("publish"), self.trainer.taught_by(teacher.name) as weights:
+            scored = self._score_canary(teacher.canary_token_ids)
+            future = teacher.publish(version, self.trainer.policy_steps, weights, lambda _: scored)
+        self._when_done(
+            future,
+            lambda manifest: self.link.send(remote.TeacherPublished(teacher=teacher.name, manifest=manifest)),
+        )

@@ -9,39 +9,49 @@ Nothing in it waits for the device: loss and metrics stay on the device and are 
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
-from headrace.algorithms.losses.base import Loss, TokenInputs, build_loss, imitation
+from headrace.algorithms.losses.base import Loss, TokenInputs, build_loss, given, imitation, with_entropy
 from headrace.config.declared import needs
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
+from headrace.config.scorers import TeacherConfig
 from headrace.errors import HeadraceError, UserError
 from headrace.observe.spans import SpanRecorder
 from headrace.training.attention import PackedAttention
 from headrace.training.base import StepReport
 from headrace.training.checkpoints.base import TrainerState, read_state
 from headrace.training.checkpoints.saving import Saver
+from headrace.training.critic import Critic
 from headrace.training.devices import compute_dtype, input_device, upload
+from headrace.training.followers import exchanged
 from headrace.training.layers import compiled_layers, uncompiled, warm_up_batches
-from headrace.training.logprobs import EntropyOf, read_row
+from headrace.training.logprobs import EntropyOf, Readings, read_row
 from headrace.training.lora import TrainedAdapter
-from headrace.training.optimizer import HalfWeights, Optimizer, learning_rate
-from headrace.training.policies import FrozenPolicy, Policies
+from headrace.training.optimizer import Applied, HalfWeights, Optimizer, learning_rate
+from headrace.training.policies import Policies, Remembered, RowScorer
 from headrace.training.ranks import Ranks, reduce_gradients, reshard
 from headrace.training.routing import following
 from headrace.training.rows import JOIN_COST, MicroBatch, passes, plan, plan_scoring
+from headrace.training.teaching import Lesson
 from headrace.types import NO_VERSION, Batch, Float32Array, Int32Array
 
 LOSS = "loss"
+PART = "loss/"
+"""The beginning of the names of the components of the loss."""
+MOST_ENTROPY_WEIGHT = 1.0
+"""The largest weight of an entropy bonus that follows a target. A target that cannot be reached would make it grow for
+ever."""
 REROUTED = "rerouted"
 """The metric for forced routing: the share of layers, per trained token, in which the record changed the choice."""
 
@@ -63,13 +73,20 @@ class Trainer:
         total_steps: int,
         warm_start: WarmStartConfig,
         teacher: Any = None,
+        teacher_recorded: bool = False,
         ranks: Ranks | None = None,
         spans: SpanRecorder | None = None,
         adapter: TrainedAdapter | None = None,
         chunk_elements: int | None = None,
         correct_above: int | None = None,
+        followers: Mapping[str, TeacherConfig] | None = None,
+        steps_per_version: int = 1,
     ) -> None:
-        """Build the trainer. `chunk_elements` limits how many logits exist at once, if the default does not suit."""
+        """Build the trainer. `teacher_recorded` says that batches have the scores of a teacher outside of the trainer.
+
+        `chunk_elements` limits how many logits exist at once, if the default does not suit. `followers` are the
+        teachers that follow the policy, by name.
+        """
         self.model = model.eval()
         if adapter is not None:
             # The adapter must find its tensors after sharding, and before 16-bit copies replace the master weights.
@@ -80,12 +97,27 @@ class Trainer:
         self._warm = compiled_layers(model) is None
         self._adapter = adapter
         self._ranks = ranks
-        self._policy_loss = build_loss(algorithm, correct_above)
+        self._algorithm = algorithm
+        self._loss = build_loss(algorithm, correct_above)
         self._needs = needs(algorithm)
         self._policies = Policies(
-            self.model, self._needs, teacher=teacher, switched_off=adapter.disabled if adapter is not None else None
+            self.model,
+            self._needs,
+            teacher=teacher,
+            recorded=teacher_recorded,
+            switched_off=adapter.disabled if adapter is not None else None,
         )
-        self._saver = Saver(model, self._policies, ranks=ranks, half=self._half, adapter=adapter)
+        self._critic = Critic(model, algorithm, training, ranks) if algorithm.critic else None
+        self._saver = Saver(
+            model,
+            self._policies,
+            ranks=ranks,
+            half=self._half,
+            adapter=adapter,
+            critic=self._critic,
+            followers=followers,
+            steps_per_version=steps_per_version,
+        )
         self._accumulate = partial(
             accumulate,
             model,
@@ -112,54 +144,85 @@ class Trainer:
         return self._state.policy_steps
 
     def step(self, batch: Batch) -> StepReport:
-        """Make one optimizer step, with a new optimizer if the objective differs from that of the previous batch."""
+        """Make one optimizer step, with a new optimizer if the objective differs from that of the previous batch.
+
+        The step has an update of the weights for each minibatch of the batch, in each of its epochs. The reported
+        figures are then means over the updates.
+        """
         self.warm_up()
         started = time.monotonic()
         policy = batch.objective == "policy"
         if self._state.objective not in ("", batch.objective):
             self._optimizer = self._new_optimizer()
-        gradients = self._accumulate(
-            batch,
-            self._policy_loss if policy else imitation,
-            policies=self._policies.of(batch) if policy else None,
-            entropy=self._needs.entropy if policy else "none",
-            half=self._half,
-            dropout=self._dropout,
-            spans=self._spans,
-        )
         rate = self._rate(batch)
-        with self._spans.span("optimize") if self._spans else nullcontext():
-            read = self._optimizer.begin(rate)
-            if self._half is not None:
-                self._half.refresh()
-            # This is the only place in a step where the host waits for the device.
-            applied = read()
-        changed = applied.changed
+        bonus = {"entropy_weight": self._entropy_weight} if policy and self._algorithm.entropy_target else {}
+        updates = self._updates(batch, rate)
+        changed = any(update.applied.changed for update in updates)
+        finite = all(update.applied.finite for update in updates)
+        # Updates that were skipped say nothing about the others.
+        told = [update for update in updates if update.applied.changed == changed]
+        metrics = _means([update.gradients.metrics for update in told])
         self._state = TrainerState(
             steps_done=self._state.steps_done + 1,
             policy_steps=self._state.policy_steps + policy,
             skipped_steps=self._state.skipped_steps + (not changed),
-            skipped_in_a_row=0 if changed else self._state.skipped_in_a_row + (not applied.finite),
+            skipped_in_a_row=0 if changed else self._state.skipped_in_a_row + (not finite),
             objective=batch.objective,
+            entropy_weight=self._next_entropy_weight(metrics if policy and changed else {}),
         )
+        for follower in self._saver.followers.values():
+            if policy:
+                follower.follow(self._state.policy_steps, self.weights())
+            else:
+                follower.begin(self.weights())
+        norm = _mean([update.applied.norm for update in told])
         row = self._state.skipped_in_a_row
         if row >= self._training.max_skipped:
             raise HeadraceError(
-                f"the last {row} steps were skipped because their gradients are not finite (norm {applied.norm}); "
+                f"the last {row} steps were skipped because their losses or gradients are not finite "
+                f"(norm {norm}); "
                 f"[training] max_skipped = {self._training.max_skipped} ends the run"
             )
         return StepReport(
             step=batch.step,
-            loss=gradients.loss,
-            grad_norm=applied.norm,
+            loss=_mean([update.gradients.loss for update in told]),
+            grad_norm=norm,
             learning_rate=rate,
-            tokens=gradients.tokens,
-            micro_batches=gradients.micro_batches,
+            tokens=sum(update.gradients.tokens for update in updates),
+            micro_batches=sum(update.gradients.micro_batches for update in updates),
             seconds=time.monotonic() - started,
             skipped=not changed,
             skipped_steps=self._state.skipped_steps,
-            metrics=gradients.metrics | {"update_ratio": applied.update_ratio},
+            metrics=metrics | {"update_ratio": _mean([update.applied.update_ratio for update in told])} | bonus,
         )
+
+    def _updates(self, batch: Batch, rate: float) -> list["_Update"]:
+        """Update the weights for each minibatch of each epoch. The frozen policies score a minibatch only once."""
+        policy, parts = batch.objective == "policy", batch.parts()
+        policies: Mapping[str, RowScorer] = self._policies.of(batch) if policy else {}
+        if batch.epochs > 1:
+            policies = {name: Remembered(each) for name, each in policies.items()}
+        found = []
+        for number, part in enumerate(parts * batch.epochs):
+            gradients = self._accumulate(
+                part,
+                self._policy_loss() if policy else imitation,
+                policies=policies,
+                entropy=self._needs.entropy if policy else "none",
+                critic=self._critic if policy else None,
+                half=self._half,
+                dropout=partial(self._dropout, number),
+                spans=self._spans,
+            )
+            with self._spans.span("optimize") if self._spans else nullcontext():
+                read = self._optimizer.begin(rate, gradients.sums.get(LOSS))
+                if self._half is not None:
+                    self._half.refresh()
+                # This is the only place in an update where the host waits for the device.
+                found.append(_Update(gradients, read()))
+                if self._critic is not None and policy:
+                    self._critic.step(changed=found[-1].applied.changed)
+        return found
 
     def warm_up(self) -> None:
         """Compile the layers, if they are to be compiled, by two passes whose gradients are dropped. Idempotent."""
@@ -195,6 +258,19 @@ class Trainer:
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the live trained weights, all or the adapter's, by canonical name. The next step changes them."""
         return self._saver.weights()
+
+    @contextmanager
+    def taught_by(self, follower: str) -> Iterator[dict[str, torch.Tensor]]:
+        """Give the model the weights of a teacher that follows it inside this context, and return them."""
+        held, live = self._saver.followers[follower].weights(), self.weights()
+        try:
+            with exchanged(live, held):
+                if self._half is not None:
+                    self._half.refresh()
+                yield {name: live[name] for name in held}
+        finally:
+            if self._half is not None:
+                self._half.refresh()
 
     def save(self, directory: str | Path, *, version: int = NO_VERSION, source: str | Path | None = None) -> Path:
         """Write a checkpoint `step-XXXXXXXX` below this directory, and return its path once the checkpoint is complete.
@@ -243,12 +319,29 @@ class Trainer:
         """Wait until a checkpoint in progress is written. Raise the error if writing it failed."""
         self._saver.close()
 
+    @property
+    def _entropy_weight(self) -> float:
+        """The weight of the entropy bonus in the next step, if it follows a target."""
+        weight = self._state.entropy_weight
+        return (self._algorithm.entropy_weight or 0.0) if weight is None else weight
+
+    def _policy_loss(self) -> Loss:
+        return self._loss if self._algorithm.entropy_target is None else with_entropy(self._loss, self._entropy_weight)
+
+    def _next_entropy_weight(self, metrics: Mapping[str, float]) -> float | None:
+        """Return the weight after a step with these metrics, which are empty if the step does not count."""
+        target = self._algorithm.entropy_target
+        if target is None or "entropy" not in metrics:
+            return self._state.entropy_weight
+        weight = self._entropy_weight + self._algorithm.entropy_rate * (target - metrics["entropy"])
+        return min(max(weight, 0.0), MOST_ENTROPY_WEIGHT)
+
     def _new_optimizer(self) -> Optimizer:
         return Optimizer(self.model, self._training, self._ranks, self._half.masters if self._half else None)
 
-    def _dropout(self) -> AbstractContextManager[None]:
+    def _dropout(self, update: int) -> AbstractContextManager[None]:
         share = self._ranks.data if self._ranks else 0
-        return self._adapter.dropout(self._state.steps_done, share) if self._adapter else nullcontext()
+        return self._adapter.dropout(self._state.steps_done, share, update) if self._adapter else nullcontext()
 
     def _rate(self, batch: Batch) -> float:
         if batch.objective == "imitation":
@@ -262,6 +355,14 @@ class Trainer:
         )
 
 
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _means(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: _mean([metrics[name] for metrics in each if name in metrics]) for name in dict.fromkeys(chain(*each))}
+
+
 @dataclass
 class Gradients:
     """The results of `accumulate` beside the gradients on the parameters.
@@ -271,7 +372,8 @@ class Gradients:
     """
 
     sums: dict[str, torch.Tensor]
-    """Sums over this rank's rows in float64: the loss under `LOSS`, and each metric summed over trained tokens."""
+    """Sums over this rank's rows in float64: the loss under `LOSS`, its components under names that begin with `PART`,
+    and each metric summed over trained tokens."""
     trained_tokens: int
     tokens: int
     micro_batches: int
@@ -294,9 +396,17 @@ class Gradients:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The mean of each metric over the trained tokens of the batch."""
+        """The mean of each metric over the trained tokens of the batch, and the components of the loss."""
         count = max(self.trained_tokens, 1)
-        return {name: value / count for name, value in self.figures.items() if name != LOSS}
+        figures = {name: value for name, value in self.figures.items() if name != LOSS}
+        return {name: value if name.startswith(PART) else value / count for name, value in figures.items()}
+
+
+class _Update(NamedTuple):
+    """One update of the weights."""
+
+    gradients: Gradients
+    applied: Applied
 
 
 def accumulate(
@@ -306,8 +416,9 @@ def accumulate(
     *,
     micro_batch_tokens: int,
     share_prefixes: bool,
-    policies: Mapping[str, FrozenPolicy] | None = None,
+    policies: Mapping[str, RowScorer] | None = None,
     entropy: EntropyOf = "none",
+    critic: Critic | None = None,
     ranks: Ranks | None = None,
     half: HalfWeights | None = None,
     dropout: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -318,7 +429,8 @@ def accumulate(
 
     `policies` are the frozen policies that the loss needs, by their names in `TokenInputs`. They score all rows before
     the first gradient is computed. `half` holds the master weights, where the passes use a narrower copy: the masters
-    then get the gradients. `dropout` is active while gradients are computed, and not while policies score.
+    then get the gradients. A `critic` gives the advantages, and its value head gets gradients too. `dropout` is active
+    while gradients are computed, and not while policies score.
     `chunk_elements` limits how many logits exist at once.
     """
     rank, shares = (ranks.data, ranks.data_ranks) if ranks else (0, 1)
@@ -333,7 +445,7 @@ def accumulate(
     mine = passes(rows, rank, shares) if ranks else [(row, True) for row in rows]
     ordered = deterministic if on_host else nullcontext
     with spans.span("score") if spans and policies else nullcontext(), ordered():
-        scores = {name: policy.logprobs([row for row, _ in mine], batch) for name, policy in (policies or {}).items()}
+        scores = {name: policy.readings([row for row, _ in mine], batch) for name, policy in (policies or {}).items()}
     sums: dict[str, torch.Tensor] = {}
     with dropout():
         # A row does not count if it is only computed again to keep this rank in step with the others; see `passes`.
@@ -342,7 +454,9 @@ def accumulate(
             others = {name: found[number] for name, found in scores.items()}
             with spans.span("train") if spans else nullcontext(), ordered():
                 with following(model, row) as forced:
-                    found = _backward(model, batch, row, loss, others, entropy, chunk_elements, share=float(counts))
+                    found = _backward(
+                        model, batch, row, loss, others, entropy, critic, chunk_elements, share=float(counts)
+                    )
                 if forced is not None:
                     # A position that predicts the first token of several answers counts once for each answer.
                     places = upload(row.predictors, input_device(model))
@@ -367,8 +481,9 @@ def _backward(
     batch: Batch,
     row: MicroBatch,
     loss: Loss,
-    others: Mapping[str, torch.Tensor],
+    others: Mapping[str, Readings],
     entropy: EntropyOf,
+    critic: Critic | None,
     chunk_elements: int | None,
     *,
     share: float,
@@ -380,12 +495,18 @@ def _backward(
     """
     kept = None if batch.kept is None else batch.kept.at(row.sources)
     attention = PackedAttention(row)
+    others = dict(others)
+    lesson = Lesson.read(others.pop("teacher")) if "teacher" in others else None
+    if batch.teacher is not None:
+        lesson = Lesson.recorded(batch.teacher, row, input_device(model))
     readings = read_row(
         model,
         row,
         temperature=batch.temperature_at(row.sources),
         kept=kept,
         entropy=entropy,
+        top=None if lesson is None else lesson.top_ids,
+        hidden_states=critic is not None,
         attention=attention,
         chunk_elements=chunk_elements,
     )
@@ -401,14 +522,29 @@ def _backward(
         sequences=upload(row.sequences, logprobs.device),
         lags=gathered(batch.token_lags()),
         entropy=readings.entropy,
-        **{name: scored.to(logprobs) for name, scored in others.items()},
+        teacher=None if lesson is None else lesson.logprobs.to(logprobs),
+        top=None if lesson is None else lesson.beside(readings),
+        **{name: scored.logprobs.to(logprobs) for name, scored in others.items()},
     )
+    judgement = None
+    if critic is not None:
+        judgement = critic.judge(given(readings.hidden), inputs, gathered(given(batch.rewards)))
+        inputs = inputs._replace(advantages=judgement.advantages)
     result = loss(inputs)
-    total = (gathered(batch.weights) * result.values).sum()
-    (total * share).backward()  # type: ignore[no-untyped-call]
+    weights = gathered(batch.weights)
+    objective = total = (weights * result.values).sum()
+    parts = {f"{PART}{name}": (weights * values).sum() for name, values in result.parts.items()}
+    sums = result.sums
+    if critic is not None and judgement is not None:
+        # The critic's error is a mean over the tokens that it judges, however the policy's loss is normalised.
+        error = judgement.losses.sum() / batch.trained_tokens
+        objective, sums = total + error, sums | judgement.sums
+        parts = (parts or {f"{PART}policy": total}) | {f"{PART}value": critic.trunk_weight * error}
+        total = total + critic.trunk_weight * error
+    (objective * share).backward()  # type: ignore[no-untyped-call]
     # The attention context must live until here, because compiled layers look it up in their backward pass.
     del attention
-    return {LOSS: total, **result.sums}
+    return {LOSS: total, **parts, **sums}
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from headrace.algorithms.losses.base import TokenInputs, build_loss, icepop, mis, opsm, tis
+from headrace.algorithms.losses.base import TokenInputs, build_loss, icepop, mis, opsm, sequence_tis, tis
 from headrace.config.schema import AlgorithmConfig
 
 RATIOS = [0.4, 0.5001, 1.0, 1.9, 4.9, 5.1]
@@ -91,6 +91,31 @@ def test_friction_50_tis_does_not_widen_the_trust_region_of_dppo_tv(corrections)
     loss = build_loss(AlgorithmConfig(loss="dppo_tv", corrections=corrections))
     [gradient] = torch.autograd.grad(loss(inputs).values.sum(), inputs.logprobs)
     assert gradient.tolist() == [0.0]
+
+
+def test_sequence_tis_gives_every_token_the_weight_of_its_sequence():
+    # Products 6, 0.9 and 0.05; geometric means 2.45, 0.95 and 0.22.
+    ratios, sequences = [3.0, 2.0, 0.6, 1.5, 0.5, 0.1], [0, 0, 1, 1, 2, 2]
+    inputs = inputs_of(ratios, sequences=sequences)
+    found, sums = slopes(plain_ratio(corrections=["sequence_tis"]), inputs)
+    assert found == pytest.approx([-2, -2, -0.9, -0.9, -0.05, -0.05], abs=1e-12)
+    assert float(sums["sequence_tis_fraction"]) == 2, "only the first sequence was truncated"
+    low = {"sequence_tis_low": 0.5, "sequence_tis_high": 1.5}
+    found, sums = slopes(plain_ratio(corrections=["sequence_tis"], **low), inputs)
+    assert found == pytest.approx([-1.5, -1.5, -0.9, -0.9, -0.5, -0.5], abs=1e-12)
+    assert float(sums["sequence_tis_fraction"]) == 4
+    found, _ = slopes(plain_ratio(corrections=["sequence_tis"], sequence_tis_ratio="mean", **low), inputs)
+    mean = 0.9**0.5
+    assert found == pytest.approx([-1.5, -1.5, -mean, -mean, -0.5, -0.5], abs=1e-12)
+    verdict = sequence_tis(inputs, low=0.5, high=1.5, ratio="product")
+    assert verdict.cap.tolist() == verdict.floor.tolist() == pytest.approx([1.5, 1.5, 0.9, 0.9, 0.5, 0.5])
+    # A cap for tokens holds beside it, and what is exempt keeps its own ratio.
+    found, _ = slopes(plain_ratio(corrections=["tis", "sequence_tis"], tis_cap=1.2, **low), inputs)
+    assert found == pytest.approx([-1.2, -1.2, -0.9, -0.9, -0.5, -0.5], abs=1e-12)
+    old = inputs._replace(lags=torch.tensor([0.0, 3, 0, 0, 0, 0], dtype=torch.float64))
+    config = AlgorithmConfig(loss="grpo", clip_low=1.0, clip_high=1e9, corrections=["sequence_tis"], **low)
+    found, _ = slopes(build_loss(config, correct_above=2), old)
+    assert found == pytest.approx([-3.0, -1.5, -0.6, -1.5, -0.5, -0.1], abs=1e-12)
 
 
 def test_icepop_leaves_out_what_is_out_of_range():

@@ -257,7 +257,7 @@ def inputs_from(tokens, logp, **changes):
     return inputs._replace(**changes)
 
 
-SETS = [[], ["tis"], ["icepop"], ["mis"], ["opsm"], ["opsm", "mis", "icepop", "tis"]]
+SETS = [[], ["tis"], ["sequence_tis"], ["icepop"], ["mis"], ["opsm"], ["opsm", "mis", "icepop", "tis"]]
 
 
 @EVERY_LOSS
@@ -322,7 +322,7 @@ def test_on_policy_all_are_the_policy_gradient(name, corrections):
 @EVERY_LOSS
 def test_the_order_of_tokens_and_the_numbers_of_sequences_do_not_matter(name):
     tokens, logp = random_tokens(7)
-    loss = loss_of(name, corrections=["tis", "icepop", "mis", "opsm"])
+    loss = loss_of(name, corrections=["tis", "sequence_tis", "icepop", "mis", "opsm"])
     whole = inputs_from(tokens, logp)
     expected = loss(whole).values
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
@@ -379,8 +379,9 @@ def test_every_metric_is_in_the_documents():
     inputs = inputs_from(tokens, logp, reference=logp.detach(), entropy=logp.detach().abs())
     metrics = set(imitation(inputs).sums)
     for name in VARIANTS:
-        metrics |= loss_of(name, corrections=sorted(CORRECTIONS), kl="k3", entropy_weight=0.0)(inputs).sums.keys()
-    assert {"entropy", "reference_kl", "teacher_kl", "tis_fraction"} < metrics
+        whole = loss_of(name, corrections=sorted(CORRECTIONS), kl="k3", entropy_weight=0.0, reward_kl="k1")
+        metrics |= whole(inputs).sums.keys()
+    assert {"entropy", "reference_kl", "reward_kl", "teacher_kl", "tis_fraction"} < metrics
     described = RUN_DIRECTORY.read_text().partition("\n## The metrics\n")[2]
     [row] = [line for line in described.splitlines() if line.startswith("| `step` |")]
     assert metrics | {"update_ratio", "rerouted"} <= set(re.findall(r"\w+", row))

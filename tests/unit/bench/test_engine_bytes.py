@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headrace.bench.base import SHAPES
-from headrace.bench.engine import Footprint, decode_contexts, footprint
+from headrace.bench.engine import Footprint, decode_contexts, footprint, touched_experts
+from headrace.bench.shapes import SHAPES
 
 WINDOWS = st.dictionaries(st.none() | st.integers(1, 40), st.integers(1, 9), min_size=1, max_size=3)
 
@@ -40,6 +41,17 @@ def test_experts_read_are_those_that_some_row_chooses(rows: int) -> None:
     counts = [len(set().union(*chosen)) for chosen in product(choices, repeat=rows)]
     found = of(shared=10, experts=400, expert_count=4, experts_per_token=2).weights_read(rows)
     assert found == pytest.approx(10 + 100 * sum(counts) / len(counts))
+
+
+def test_experts_read_are_those_that_were_recorded() -> None:
+    """Two layers of 4 experts, three answers of 2, 2 and 1 tokens, one expert a token."""
+    routing = [np.array(record, np.int16)[..., None] for record in ([[0, 1], [2, 2]], [[0, 3], [2, 2]], [[1, 0]])]
+    # Token 0: the rows chose {0, 1} and {0, 1, 3}. Token 1: {2} and {2}.
+    assert touched_experts(routing, rows=3) == (2 + 3 + 1 + 1) / 4
+    # In steps of two rows the third answer fills no step: {0} and {1, 3}, then {2} and {2}.
+    assert touched_experts(routing, rows=2) == (1 + 2 + 1 + 1) / 4
+    assert touched_experts([], rows=3) is None
+    assert of(shared=10, experts=400, expert_count=4, experts_per_token=1).weights_read(3, touched=1.75) == 10 + 175
 
 
 def test_a_dense_model_reads_all_weights_at_any_batch() -> None:

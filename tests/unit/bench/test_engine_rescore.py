@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -9,16 +10,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from headrace.bench.delivery_sides import two_sets
 from headrace.bench.engine_checks import (
     check_tags,
     chosen_rows,
+    divergence,
     plain_twin,
     replay,
     rescore,
     sampled_distribution,
+    widened_twin,
 )
 from headrace.engines.base import Delta, Request, Sampling
 from headrace.models.attention import ATTENTION
@@ -129,3 +132,38 @@ def test_a_wrong_tag_is_seen(model: Any) -> None:
     assert mis_tagged([3, 3, 3, 3, 4]) == 1
     assert mis_tagged([4, 4, 4, 4, 4]) == 5
     assert mis_tagged([3, 3, 3, 3, 1]) == 1, "its log-probability fits, but tags never go back"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])
+def test_layers_widened_one_at_a_time_compute_what_a_model_in_float32_computes(family: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}
+    experts = {"qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16}, "gpt_oss": {"num_local_experts": 4}}
+    config = AutoConfig.for_model(family, **sizes, **experts.get(family, {}), pad_token_id=None)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ids = torch.arange(24)[None] % 64
+    with torch.inference_mode():
+        found, expected = widened_twin(model)(ids).logits, copy.deepcopy(model).float()(ids).logits
+        narrow = model(ids).logits
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
+    assert not torch.equal(found, narrow.float()), "the check could not tell the two apart"
+    after = model.state_dict()
+    assert all(
+        after[name].dtype == tensor.dtype and torch.equal(after[name], tensor) for name, tensor in before.items()
+    )
+
+
+def test_divergence_is_that_of_the_whole_distributions() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=11, initializer_range=0.3, **sizes)
+    one, other = (LlamaForCausalLM(config).eval() for _ in range(2))
+    prompt, tokens = np.array([1, 2, 3], np.int32), np.array([4, 5], np.int32)
+    row = (request_of(prompt), answer_of(tokens, np.zeros(2, np.float32), np.zeros(2, np.int64)))
+    with torch.no_grad():
+        p, q = (model(torch.tensor([[1, 2, 3, 4]])).logits[0, 2:].softmax(-1).double() for model in (one, other))
+    expected = sum((p[i] * (p[i] / q[i]).log()).sum() for i in range(2)) / 2
+    assert expected > 1e-5
+    assert divergence(one, other, [row]) == pytest.approx(float(expected), rel=1e-3)
+    assert divergence(one, one, [row]) == 0

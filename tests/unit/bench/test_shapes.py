@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from headrace.bench.base import SHAPES, build_shape
+from headrace.bench.base import build_random, build_shape
+from headrace.bench.shapes import SHAPES
 from headrace.errors import ModelError
 from headrace.models.attention import ATTENTION
 
@@ -16,6 +21,10 @@ PARAMETERS = {
     "qwen3-0.6b": 596_049_920,
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "llama-3.1-8b": 8_030_261_248,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "gpt-oss-20b": 20_914_757_184,
 }
 
 
@@ -51,6 +60,35 @@ def test_weights_follow_from_the_seed_alone(tiny: str) -> None:
     again, other = (build_shape(tiny, "float32", "cpu", seed).state_dict() for seed in (5, 6))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_a_directory_without_weights_gives_the_model_of_its_configuration(tiny: str, tmp_path: Path) -> None:
+    SHAPES[tiny]().save_pretrained(tmp_path)
+    shape, found = build_shape(tiny, "bfloat16", "cpu", 5), build_random(tmp_path, "bfloat16", "cpu", 5)
+    assert {p.dtype for p in found.parameters()} == {torch.bfloat16}
+    assert all(torch.equal(tensor, found.state_dict()[name]) for name, tensor in shape.state_dict().items())
+
+
+def test_random_weights_are_made_on_the_device_that_was_asked_for(tiny: str, tmp_path: Path) -> None:
+    """No copy in host memory: the weights of 30B parameters would take minutes there."""
+    SHAPES[tiny]().save_pretrained(tmp_path)
+    made: list[str] = []
+
+    class Makes(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+            found = function(*given, **(named or {}))
+            made.extend(t.device.type for t in [found] if isinstance(t, torch.Tensor) and t.numel() >= 32 * 32)
+            return found
+
+    with Makes():
+        build_random(tmp_path, "float32", "meta", 0)
+    assert made and set(made) == {"meta"}
+
+
+def test_a_directory_that_is_no_causal_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nothing-of-this-name"}')
+    with pytest.raises(ModelError, match="cannot be loaded as a causal language model"):
+        build_random(tmp_path, "float32", "cpu", 0)
 
 
 def test_an_unknown_shape_names_the_known_ones() -> None:

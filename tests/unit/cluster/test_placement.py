@@ -566,3 +566,41 @@ def test_a_range_of_engines_has_places_for_the_most(more: tuple[str, ...]) -> No
     assert (config.engine.processes, config.engine.at_start) == (3, 1)
     with pytest.raises(ConfigError, match=re.escape("[engine] count = 3, but gpus make 2; leave one of them out")):
         place_run(configured("model.weights=random", RANGE, "engine.gpus=[0, 1]"), [host(4)])
+
+
+JUDGE = ("scorers.j.kind=judge", "scorers.j.model=m", "scorers.j.template={completion}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "hosts", "expected"),
+    [
+        ((), [host(0)], {**workers(trainer="localhost", engine="localhost"), "scorer-0": "localhost"}),
+        ((), [host(2)], {**workers(trainer="1", engine="0", maps="1"), "scorer-0": "localhost"}),
+        (("scorers.j.gpus=[0]",), [host(3)], {**workers(trainer="2", engine="1", maps="2"), "scorer-0": "localhost:0"}),
+        (("scorers.j.gpus=[0]",), [host(1)], {**workers(trainer="0", engine="0"), "scorer-0": "localhost:0"}),
+        (
+            ("scorers.j.gpus=[1]", "engine.gpus=[0, 1]", "training.gpus=[2]"),
+            [host(3)],
+            {**workers(trainer="2", engine="0 1", maps="2"), "scorer-0": "localhost:1"},
+        ),
+    ],
+)
+def test_the_model_of_a_scorer_has_its_own_place(
+    settings: tuple[str, ...], hosts: list[Host], expected: dict[str, str]
+) -> None:
+    config = configured(*JUDGE, "scorers.j.threads=3", *settings)
+    placement = place(config, hosts)
+    assert shown(placement) == expected
+    [scorer] = placement.of("scorer")
+    assert scorer.threads == 3
+    assert set(scorer.neighbours) == {
+        name for name, where in expected.items() if scorer.gpus and where.split("+")[0] == expected["scorer-0"]
+    } - {"scorer-0"}
+    assert placement.applied(config).scorers == config.scorers
+
+
+def test_the_model_of_a_scorer_has_one_gpu() -> None:
+    with pytest.raises(ConfigError, match=r"^\[scorers\.j\] gpus: a scorer's model has one GPU, and 2 are named$"):
+        place(configured(*JUDGE, "scorers.j.gpus=[0, 1]"), [host(4)])
+    with pytest.raises(ConfigError, match=r"^\[scorers\.j\] gpus: localhost has no GPU 4"):
+        place(configured(*JUDGE, "scorers.j.gpus=[4]"), [host(4)])

@@ -11,6 +11,7 @@ from attention_cases import Case, World, check_decode, check_prefill, heads_firs
 from headrace.engines.embedded.device.state import DeviceCache
 from headrace.engines.embedded.kernels.attention import MAX_SPLITS, choose_splits, choose_tile, paged_decode
 from headrace.engines.embedded.kernels.cache import write_cache
+from headrace.models.fp8 import FP8
 
 # Small on purpose: the interpreter takes milliseconds for every tile of every program.
 BASE = Case((1, 0, 50, 17), kv_heads=1)
@@ -54,6 +55,29 @@ def test_half_precision_is_as_close_as_it_can_be(dtype: torch.dtype) -> None:
     check_decode(case, splits=1)
     check_decode(case, splits=2, tile=16)
     check_prefill(case, (1, 0, 30, 17), queries=32, tile=32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cache_in_fp8_holds_rounded_keys_and_values(dtype: torch.dtype) -> None:
+    case = replace(BASE, dtype=dtype, stored=FP8, size=32, sinks=True)
+    check_decode(case, splits=1)
+    check_decode(case, splits=2, tile=16)
+    check_prefill(case, (1, 0, 30, 17), queries=32, tile=32)
+
+
+def test_keys_beyond_the_range_of_fp8_become_its_largest_number() -> None:
+    key = torch.tensor([[[500.0, -1e6, 448.0, 0.25] + [0.0] * 12]])
+    keys, values = (torch.zeros(2, 1, 16, 16).to(FP8) for _ in range(2))
+    write_cache(key, -key, keys, values, torch.tensor([19]))
+    assert keys[1, 0, 3, :4].float().tolist() == [448.0, -448.0, 448.0, 0.25]
+    assert torch.equal(values.float(), -keys.float()) and not keys[0].float().any()
+
+
+def test_blocks_of_an_fp8_cache_are_copied() -> None:
+    cache = DeviceCache([(1, 4, 4)], 3, 2, FP8, torch.device("cpu"))
+    cache.layers[0][0].copy_(torch.arange(24.0).view(3, 1, 2, 4))
+    cache.copy(torch.tensor([0, 1]), torch.tensor([1, 2]))
+    assert cache.layers[0][0].float().flatten().tolist() == [*range(8), *range(8), 8, 9, 10, 11, 12, 13, 14, 15]
 
 
 @pytest.mark.parametrize("splits", [1, 3])

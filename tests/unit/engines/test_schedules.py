@@ -107,8 +107,8 @@ class Watched:
 def gathering(gather: int) -> MakeRunner:
     """A runner for which prompts wait for each other, as on a GPU."""
 
-    def make(model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
-        runner, pool = make_host_runner(model, config, max_length)
+    def make(model: Any, config: EngineConfig, max_length: int, staged: int) -> tuple[Runner, BlockPool]:
+        runner, pool = make_host_runner(model, config, max_length, staged)
         runner.gather = gather
         return runner, pool
 

@@ -59,12 +59,13 @@ def step(
     skipped_steps: int,
     *,
     skipped: bool,
+    loss: float = 0.0,
     committed: bool = True,
 ) -> None:
     pair = (np.arange(3, dtype=np.int32), np.arange(answer, dtype=np.int32))
     batch = assemble_demonstrations([pair], step=number, version=0)
     report = StepReport(
-        step=number, loss=0.0, grad_norm=grad_norm, learning_rate=0.1, tokens=1, micro_batches=1, seconds=0.1,
+        step=number, loss=loss, grad_norm=grad_norm, learning_rate=0.1, tokens=1, micro_batches=1, seconds=0.1,
         skipped=skipped, skipped_steps=skipped_steps,
     )  # fmt: skip
     recorder.step_ended(batch, [], report)
@@ -77,14 +78,16 @@ def test_a_skipped_step_is_said_with_its_reason_and_counted(tmp_path: Path, reco
     step(recorder, 1, 2, 0.5, 0, skipped=False)
     step(recorder, 2, 2, float("nan"), 1, skipped=True)
     step(recorder, 3, 0, 0.0, 2, skipped=True)
-    step(recorder, 4, 2, 0.5, 2, skipped=False)
+    step(recorder, 4, 2, float("nan"), 3, skipped=True, loss=float("nan"))
+    step(recorder, 5, 2, 0.5, 3, skipped=False)
     assert notes.lines == [
         "step 2 was skipped: its gradient is not finite",
         "step 3 was skipped: its batch has no token to train",
+        "step 4 was skipped: its loss is not finite",
     ]
     records = read_metrics(tmp_path / "metrics.jsonl")
-    assert [record["skipped"] for record in records] == [False, True, True, False]
-    assert [record["skipped_steps"] for record in records] == [0, 1, 2, 2]
+    assert [record["skipped"] for record in records] == [False, True, True, True, False]
+    assert [record["skipped_steps"] for record in records] == [0, 1, 2, 3, 3]
 
 
 def test_friction_34_a_step_is_reported_only_when_it_is_committed(tmp_path: Path, recorder: Recorder) -> None:

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from rollout_parts import Script, done, episode
 
+from headrace.config.evaluate import MeasuredSection
 from headrace.engines.fake import FakeEngine
 from headrace.observe.records import EvaluationRecord, SampleRecord
 from headrace.pipeline.episodes import evaluate
@@ -32,7 +33,7 @@ async def test_the_figures_are_those_of_the_rewards() -> None:
         environment = Script(reward if isinstance(reward, Exception) else done(reward))
         return episode(environment, engine, prompt=prompt, id=f"{prompt.id}/{sample}")
 
-    evaluation = evaluate(PROMPTS, make, Stage(), **RUN, samples=4, concurrency=3)
+    evaluation = evaluate(PROMPTS, make, Stage(), **RUN, measured=MeasuredSection(samples=4), concurrency=3)
     result, answers, failed = await asyncio.wait_for(evaluation, 60)
     assert (result.prompts, result.samples, failed) == (5, 4, 1)
     assert (result.version, result.moment, result.started, result.ended) == (7, "during", 1.5, 1.5)
@@ -67,7 +68,9 @@ async def test_no_more_episodes_are_in_flight_than_allowed_and_the_result_does_n
             seed = 10 * sample + PROMPTS.index(prompt)
             return episode(Watching(), engine, prompt=prompt, seed=seed, id=f"{prompt.id}/{sample}")
 
-        evaluation = evaluate(PROMPTS, make, Stage(), **RUN, samples=3, concurrency=concurrency)
+        evaluation = evaluate(
+            PROMPTS, make, Stage(), **RUN, measured=MeasuredSection(samples=3), concurrency=concurrency
+        )
         return await asyncio.wait_for(evaluation, 60), most
 
     (one, most_one), (four, most_four) = await run(1), await run(4)

@@ -139,6 +139,27 @@ def random_batch(
     )
 
 
+def in_minibatches(batch: Batch, epochs: int = 2) -> Batch:
+    """The same batch in two minibatches, whose weights are those of two steps."""
+    of_sequence = batch.groups % 2
+    of_token = np.repeat(of_sequence, batch.lengths)
+    counts = np.array([(batch.trained & (of_token == number)).sum() for number in (0, 1)])
+    weights = np.where(batch.trained, 1.0 / counts[of_token], 0).astype(np.float32)
+    return msgspec.structs.replace(batch, minibatches=of_sequence.astype(np.int32), epochs=epochs, weights=weights)
+
+
+def with_rewards(batch: Batch, seed: int = 0, constant: float | None = None) -> Batch:
+    """Rewards for a critic: random ones at some tokens, or a constant at the end of each sequence."""
+    rng = np.random.default_rng(seed)
+    rewards = np.where(batch.trained & (rng.random(len(batch.trained)) < 0.4), rng.normal(size=len(batch.trained)), 0)
+    if constant is not None:
+        ends = np.cumsum(batch.lengths)
+        rewards = np.zeros(len(batch.trained))
+        for start, end in zip(ends - batch.lengths, ends, strict=True):
+            rewards[start + np.flatnonzero(batch.trained[start:end])[-1]] = constant
+    return msgspec.structs.replace(batch, rewards=rewards.astype(np.float32), advantages=0 * batch.advantages)
+
+
 def with_experts(batch: Batch, seed: int = 0, *, first_alike: bool = True) -> Batch:
     """Random experts for all trained tokens; the first ones of a group were drawn by one pass, or each by its own."""
     rng = np.random.default_rng(seed)

@@ -74,6 +74,10 @@ def token_loss(
         return -logp
     still = logp.detach()
     rho = torch.exp(still - mu)
+    if algorithm.reward_kl != "none":
+        d = mu - others["reference"]
+        price = algorithm.reward_kl_weight * (d if algorithm.reward_kl == "k1" else torch.exp(-d) + d - 1)
+        advantage = torch.stack([advantage[i] - price[i:].sum() for i in range(len(price))])
     kept = torch.ones(len(mu), dtype=torch.bool)
     if "icepop" in algorithm.corrections:
         kept &= (rho >= algorithm.icepop_low) & (rho <= algorithm.icepop_high)
@@ -88,6 +92,12 @@ def token_loss(
         [slopes] = torch.autograd.grad(losses.sum(), logp, retain_graph=True)
         weights = torch.where(goal == 0, 0.0, (slopes / goal).abs())
         losses = losses * torch.where(weights > algorithm.tis_cap, algorithm.tis_cap / weights, 1.0)
+    if "sequence_tis" in algorithm.corrections:
+        whole = rho.prod() if algorithm.sequence_tis_ratio == "product" else rho.log().mean().exp()
+        wanted = torch.clip(whole, algorithm.sequence_tis_low, algorithm.sequence_tis_high)
+        goal = others["teacher"] - still if algorithm.loss == "distillation" else advantage
+        [slopes] = torch.autograd.grad(losses.sum(), logp, retain_graph=True)
+        losses = losses * torch.where(slopes == 0, 1.0, wanted * (goal / slopes).abs())
     return kept * losses
 
 
@@ -151,16 +161,20 @@ def policy_loss(
 
 
 def batch_loss(
-    model: Any, batch: Batch, algorithm: AlgorithmConfig, others: dict[str, Any] | None = None
+    model: Any,
+    batch: Batch,
+    algorithm: AlgorithmConfig,
+    others: dict[str, Any] | None = None,
+    minibatch: int | None = None,
 ) -> torch.Tensor:
-    """The loss of a whole batch, differentiable; `others` are models whose log-probabilities it looks at."""
+    """The loss of a batch or a minibatch, differentiable; `others` are models whose log-probabilities it looks at."""
     total = torch.zeros((), dtype=next(model.parameters()).dtype)
     start = 0
     kept = kept_lists(batch)
-    for length in batch.lengths.tolist():
+    for number, length in enumerate(batch.lengths.tolist()):
         here = slice(start + 1, start + length)
         trained = torch.tensor(batch.trained[here])
-        if trained.any():
+        if trained.any() and (minibatch is None or batch.minibatches[number] == minibatch):
             tokens = torch.tensor(batch.token_ids[start : start + length].astype("int64"))
             mine = kept[start : start + length]
             logp, entropy = (part[trained] for part in token_readings(model, tokens, batch.temperature, mine))
@@ -199,7 +213,7 @@ def reference_losses(
     warm_start: WarmStartConfig | None = None,
     teacher: Any = None,
 ) -> list[float]:
-    """Train a plain model on recorded batches, in place; the loss of every step, before its update."""
+    """Train a plain model on recorded batches, in place; the loss of every step, before its update (or their mean)."""
     others = {} if teacher is None else {"teacher": teacher}
     losses: list[float] = []
     objective = ""
@@ -222,12 +236,16 @@ def reference_losses(
             others["reference"] = copy.deepcopy(model)
         if batch.version != version:
             others["proximal"], version = copy.deepcopy(model), batch.version
-        loss = batch_loss(model, batch, algorithm, others if objective == "policy" else None)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        losses.append(float(loss.detach()))
+        minibatches = [None] if batch.minibatches is None else sorted(set(batch.minibatches.tolist()))
+        made = []
+        for minibatch in minibatches * batch.epochs:
+            loss = batch_loss(model, batch, algorithm, others if objective == "policy" else None, minibatch)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            made.append(float(loss.detach()))
+        losses.append(sum(made) / len(made))
     return losses

@@ -242,15 +242,15 @@ def test_other_policies_score_without_dropout(tmp_path, monkeypatch):
     path = model_dir(tmp_path / "model")
     algorithm = AlgorithmConfig(loss="decoupled_ppo", proximal="recomputed")
     dropping, plain = (trainer_of(path, LoraConfig(rank=4, dropout=p), algorithm=algorithm) for p in (0.5, 0.0))
-    seen: list[list[torch.Tensor]] = []
-    logprobs = FrozenPolicy.logprobs
-    monkeypatch.setattr(FrozenPolicy, "logprobs", lambda *given: seen.append(logprobs(*given)) or seen[-1])
+    seen = []
+    readings = FrozenPolicy.readings
+    monkeypatch.setattr(FrozenPolicy, "readings", lambda *given: seen.append(readings(*given)) or seen[-1])
     for trainer in (dropping, plain):
         fill(trainer.weights())
         trainer.step(random_batch(1))
     assert len(seen) == 2
     for one, other in zip(*seen, strict=True):
-        assert torch.equal(one, other)
+        assert torch.equal(one.logprobs, other.logprobs)
 
 
 @pytest.mark.parametrize(("family", "lora"), [("llama", LORA), ("qwen3", NORMS), ("mixtral", EXPERTS)])

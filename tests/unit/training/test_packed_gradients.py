@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import numpy as np
 import pytest
@@ -133,21 +135,31 @@ def perturbed(seed, family="llama"):
     return pair
 
 
-@pytest.mark.parametrize("corrections", [[], ["tis", "icepop", "mis", "opsm"]], ids=["alone", "corrected"])
-@pytest.mark.parametrize("loss", [*sorted(LOSSES), "recomputed"])
-def test_every_loss_whatever_the_packing(loss, corrections, all_double):
+ALONE, CORRECTED, PAID = {}, {"corrections": ["tis", "icepop", "mis", "opsm"]}, {"reward_kl": "k3"}
+PAID |= {"corrections": ["sequence_tis"], "sequence_tis_low": 0.7, "sequence_tis_high": 1.4, "reward_kl_weight": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("loss", "keys"),
+    [
+        *itertools.product([*sorted(LOSSES), "recomputed"], [ALONE, CORRECTED]),
+        *itertools.product(["cispo", "gspo", "recomputed"], [PAID, PAID | {"sequence_tis_ratio": "mean"}]),
+    ],
+    ids=str,
+)
+def test_every_loss_whatever_the_packing(loss, keys, all_double):
     """Values and gradients of whole steps equal the plain loop's, in any order, cut into rows of any size."""
     packed, plain = twins("llama", torch.float64)
     batch = off_policy(random_batch(7, groups=4), plain)
-    given = {"corrections": corrections, "mis_high": 1.2, "icepop_low": 0.8, "tis_cap": 1.3}
+    given = {"mis_high": 1.2, "icepop_low": 0.8, "tis_cap": 1.3} | keys
     given |= {"loss": "decoupled_ppo", "proximal": "recomputed"} if loss == "recomputed" else {"loss": loss}
     algorithm = AlgorithmConfig(**given)
     asked = needs(algorithm)._asdict()
-    others = {name: perturbed(seed) for seed, name in enumerate(("proximal", "teacher")) if asked[name]}
+    others = {name: perturbed(seed) for seed, name in enumerate(("proximal", "teacher", "reference")) if asked[name]}
     packed_others, plain_others = ({name: pair[side] for name, pair in others.items()} for side in (0, 1))
     expected_loss, expected = reference_gradients(plain, batch, algorithm, plain_others)
     whole, _ = gradients_of(packed, batch, algorithm=algorithm, others=packed_others)
-    for name in corrections:
+    for name in algorithm.corrections:
         assert 0 < whole.metrics[f"{name}_fraction"] < 1
     order = np.random.default_rng(0).permutation(len(batch.lengths))
     for each, budget, share in [(batch, 10_000, True), (batch, 1, True), (reordered(batch, order), 30, False)]:

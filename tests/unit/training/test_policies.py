@@ -27,6 +27,8 @@ WARM_START = WarmStartConfig(steps=2, learning_rate=5e-3)
 ALGORITHMS = {
     "reference": AlgorithmConfig(kl="k3", kl_weight=0.5),
     "k1": AlgorithmConfig(loss="grpo", kl="k1", kl_weight=0.5),
+    "paid k1": AlgorithmConfig(loss="grpo", reward_kl="k1", reward_kl_weight=0.3),
+    "paid k3": AlgorithmConfig(reward_kl="k3", reward_kl_weight=0.3, kl="k2", corrections=["sequence_tis"]),
     "recomputed": AlgorithmConfig(loss="decoupled_ppo", proximal="recomputed"),
     "distillation": AlgorithmConfig(loss="distillation", teacher="given"),
     "all": AlgorithmConfig(

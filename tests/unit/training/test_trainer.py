@@ -243,6 +243,21 @@ def test_a_poisoned_batch_is_skipped_and_counted(tmp_path):
     assert trainer.steps_done == 3
 
 
+@pytest.mark.parametrize("loss", ["cispo", "grpo", "gspo"])
+def test_a_recorded_logprob_that_is_not_a_number_skips_the_step(tmp_path, loss):
+    """A clip has no slope there: the loss is not a number, but its gradient may be zero."""
+    trainer = trainer_of(model_dir(tmp_path / "model"), algorithm=AlgorithmConfig(loss=loss))
+    trainer.step(random_batch(1))
+    before = {name: tensor.clone() for name, tensor in trainer.weights().items()}
+    poisoned = random_batch(2)
+    poisoned.logprobs[np.flatnonzero(poisoned.trained)[3]] = np.nan
+    report = trainer.step(poisoned)
+    assert report.skipped and report.skipped_steps == 1
+    assert math.isnan(report.loss)
+    assert_same_weights(before, trainer.weights())
+    assert not trainer.step(random_batch(3)).skipped
+
+
 def test_too_many_poisoned_batches_in_a_row_end_the_run(tmp_path):
     training = msgspec.structs.replace(TRAINING, max_skipped=2)
     trainer = trainer_of(model_dir(tmp_path / "model"), training=training)

@@ -25,7 +25,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 LIMIT = 2
 """The number of places: one for the version that engines read, and one that the trainer writes meanwhile."""
+ReadSpan = Callable[[int, memoryview], None]
+"""A function that fetches packed bytes of a version: from this offset on, until the memory is full."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,4 +321,16 @@ class Growing(Protocol):
 
         `grown` gets the views that are returned at the end, and the number of bytes from the beginning that are final.
         It is called in the calling thread, the last time with all bytes.
+        """
+
+
+@runtime_checkable
+class Spanning(Protocol):
+    """A source with its own memory that can also fetch a version span by span, without memory for the whole version."""
+
+    def spans(self, location: str, version: int, entries: Sequence[Entry]) -> AbstractContextManager[ReadSpan]:
+        """Return a context with a function that fetches spans of a version. Spans are aligned like tensors.
+
+        All spans are of the same write, which `verify` confirms after the context has ended. The context or the
+        function raises `DeliveryError` if the location is gone or does not hold exactly this version.
         """

@@ -7,7 +7,9 @@ and so is every file whose version is not acknowledged. A location is a path, or
 import mmap
 import os
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,7 +18,14 @@ import torch
 
 from headrace.delivery.base import Entry
 from headrace.delivery.plan import PackingPlan, pack, packed_bytes, unpack
-from headrace.delivery.transports.base import PlacedSender, Sender, SenderSettings, Source, SourceSettings
+from headrace.delivery.transports.base import (
+    PlacedSender,
+    ReadSpan,
+    Sender,
+    SenderSettings,
+    Source,
+    SourceSettings,
+)
 from headrace.delivery.transports.storage import opened, stamp_of, storage_at
 from headrace.errors import DeliveryError
 
@@ -169,6 +178,27 @@ class FileSource:
                 _read_all(file, memory[offsets[entry.name] :][: entry.nbytes], location)
         self._opened = (location, version, stamp)
         return unpack(self._buffer, entries)
+
+    @contextmanager
+    def spans(self, location: str, version: int, entries: Sequence[Entry]) -> Iterator[ReadSpan]:
+        """Read the file span by span; see `Spanning.spans`."""
+        self._opened = None
+        with opened(location) as (file, size, stamp):
+            layout = layout_of(version, entries)
+            check_header(file, location, size, version, layout)
+            places = {entry.name: entry.offset for entry in layout.entries}
+            offsets = [entry.offset for entry in entries]
+
+            def read(start: int, into: memoryview) -> None:
+                stop = start + len(into)
+                for entry in entries[max(0, bisect_right(offsets, start) - 1) : bisect_right(offsets, stop)]:
+                    low, high = max(entry.offset, start), min(entry.offset + entry.nbytes, stop)
+                    if low < high:
+                        file.seek(places[entry.name] + low - entry.offset)
+                        _read_all(file, into[low - start : high - start], location)
+
+            self._opened = (location, version, stamp)
+            yield read
 
     def verify(self, location: str, version: int) -> None:
         """Check that the file is still the file that was read."""

@@ -90,6 +90,11 @@ class SharedSegment:
         """Mark that the segment holds this version, complete."""
         _HEADER.pack_into(self.buffer, 0, _MAGIC, self.nbytes, version, self._sequence, self._sequence)
 
+    def leave(self) -> None:
+        """Unmap the segment and give up its lock. The file stays, and belongs to those who `hold` it."""
+        os.close(self._fd)
+        _unmap(self.buffer)
+
     def remove(self) -> None:
         """Unlink the segment; its memory is freed with the last view of it."""
         self.path.unlink(missing_ok=True)
@@ -127,6 +132,16 @@ class MappedSegment:
             return False
         fcntl.flock(self._fd, fcntl.LOCK_UN)
         return True
+
+    def hold(self) -> None:
+        """Keep the segment from being swept while this process lives; any number of processes may hold it.
+
+        Raises `DeliveryError` if its owner has it.
+        """
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            raise DeliveryError(f"segment {self.path.name} cannot be held: {error.strerror}") from error
 
     def check(self, version: int, nbytes: int = 0) -> None:
         """Raise `DeliveryError` unless the segment exists, is large enough, and holds this version, complete."""

@@ -9,8 +9,8 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import torch
 
 from headrace.delivery.base import Entry
 from headrace.delivery.plan import Views, packed_bytes
-from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
+from headrace.delivery.transports.base import ReadSpan, Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.tcp_paths import Connection, Into, connect
 from headrace.delivery.transports.tcp_server import Relay, TcpSender
 from headrace.delivery.transports.tcp_wire import BUCKET_BYTES, ReadReply, ReadRequest, TcpLocation, parse_location
@@ -42,14 +42,18 @@ Grown = Callable[[Mapping[str, torch.Tensor], int], None]
 
 
 class _Fetch:
-    def __init__(self, location: str, version: int, memory: memoryview) -> None:
-        self.key = (location, version, len(memory))
+    def __init__(self, location: str, version: int, nbytes: int) -> None:
+        self.key = (location, version, nbytes)
         self.trainer = parse_location(location)
-        self.memory = memory
         self.sequence: int | None = None
-        self.missing = deque(range(0, len(memory), BUCKET_BYTES))
         self.relay = ""
         """The location of the relay that some of the bytes came from; empty if all came from the trainer."""
+        self.seek(0, memoryview(b""))
+
+    def seek(self, start: int, memory: memoryview) -> None:
+        """Fetch from this packed byte on, until the memory is full."""
+        self.memory, self.start, self.stop = memory, start, start + len(memory)
+        self.missing = deque(range(start, self.stop, BUCKET_BYTES))
 
     def check(self, answer: ReadReply) -> None:
         """Raise `_Refused` unless the reply is about the same write as all others, and about as many bytes."""
@@ -64,10 +68,10 @@ class _Fetch:
     def room(self, answer: ReadReply, nbytes: int) -> memoryview:
         """Return the memory for the bytes of this reply; raises unless they are a missing bucket."""
         self.check(answer)
-        stop = min(len(self.memory), answer.start + BUCKET_BYTES)
+        stop = min(self.stop, answer.start + BUCKET_BYTES)
         if answer.stop != stop or nbytes != stop - answer.start or answer.start not in self.missing:
             raise _Refused(f"{self.key[0]} sent {nbytes} bytes that were not asked for")
-        return self.memory[answer.start : stop]
+        return self.memory[answer.start - self.start : stop - self.start]
 
 
 class TcpSource:
@@ -110,7 +114,8 @@ class TcpSource:
         if self._fetch is None or self._fetch.key != (location, version, nbytes):
             if len(self._memory.packed) < nbytes:
                 self._memory = Views(torch.empty(nbytes, dtype=torch.uint8))
-            self._fetch = _Fetch(location, version, self._memory.packed.numpy().data[:nbytes])
+            self._fetch = _Fetch(location, version, nbytes)
+            self._fetch.seek(0, self._memory.packed.numpy().data[:nbytes])
         distrusted = suspect.relay if suspect is not None and suspect.key == self._fetch.key else ""
         weights = self._memory.of(entries)
         try:
@@ -121,6 +126,21 @@ class TcpSource:
         self._complete, self._fetch = self._fetch, None
         self._suspect = self._complete if self._complete.relay else None
         return weights
+
+    @contextmanager
+    def spans(self, location: str, version: int, entries: Sequence[Entry]) -> Iterator[ReadSpan]:
+        """Fetch the version from the trainer, never from a relay; see `Spanning.spans`."""
+        if self.relay is not None:
+            self.relay.withdraw()
+        self._fetch = self._suspect = None
+        self._complete = fetch = _Fetch(location, version, packed_bytes(entries))
+
+        def read(start: int, into: memoryview) -> None:
+            fetch.seek(start, into)
+            line = self._connected(fetch.trainer)
+            self._pull(fetch, line, fetch.trainer.place, self._patience, lambda nbytes: None)
+
+        yield read
 
     def verify(self, location: str, version: int) -> None:
         """Ask the trainer whether the place still holds the same write of this version."""
@@ -188,18 +208,18 @@ class TcpSource:
 
     def _pull(self, fetch: _Fetch, line: Connection, place: int, patience: float, grown: Callable[[int], None]) -> None:
         """Fetch all missing buckets from one server; `grown` gets the number of bytes that arrived without a gap."""
-        _, version, nbytes = fetch.key
+        version = fetch.key[1]
         asked: set[int] = set()
         broken = 0
         self._ticket += 1
         told = time.monotonic()
-        grown(fetch.missing[0] if fetch.missing else nbytes)
+        grown(fetch.missing[0] if fetch.missing else fetch.stop)
         while fetch.missing:
             for start in fetch.missing:
                 if len(asked) >= WINDOW:
                     break
                 if start not in asked:
-                    line.send(ReadRequest(self._ticket, place, version, start, min(nbytes, start + BUCKET_BYTES)))
+                    line.send(ReadRequest(self._ticket, place, version, start, min(fetch.stop, start + BUCKET_BYTES)))
                     asked.add(start)
             if time.monotonic() - told > _SIGN_OF_LIFE:
                 told = time.monotonic()
@@ -219,7 +239,7 @@ class TcpSource:
             broken = 0
             fetch.missing.remove(answer.start)
             asked.discard(answer.start)
-            grown(fetch.missing[0] if fetch.missing else nbytes)
+            grown(fetch.missing[0] if fetch.missing else fetch.stop)
 
     def _told(self, fetch: _Fetch, *, engine: str = "", lost: str = "") -> ReadReply:
         line = self._connected(fetch.trainer)

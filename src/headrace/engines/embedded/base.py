@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 from headrace.engines.embedded.scheduler import StepPlan
 from headrace.engines.embedded.sequence import Sampled, Sequence
 from headrace.engines.embedded.transfer import Arriving
-from headrace.types import Int32Array
+from headrace.types import Float32Array, Int32Array
 
 Haste = Literal["none", "soon", "now"]
 """How urgent a swap of weights is. `soon`: new weights have arrived and are being checked. `now`: they are checked and
@@ -105,4 +105,10 @@ class Runner(Protocol):
         """Begin to score tokens 1..n given their prefix, untempered, without the cache.
 
         With `again`, sequences of this length will be scored often, so the runner may prepare to score them faster.
+        """
+
+    def score_likeliest(self, token_ids: Int32Array, temperatures: Float32Array, k: int, vocabulary: int) -> Arriving:
+        """Begin to score tokens 1..n given their prefix, at their temperatures, with the likeliest tokens there.
+
+        The numbers are those of `likeliest.read_likeliest`.
         """

@@ -4,9 +4,11 @@ The engine runs in the main thread, and a second thread only passes messages. So
 controller, and a slow controller never delays a decode step.
 """
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,16 +23,22 @@ from headrace.channel.worker_link import Incoming, WorkerLink
 from headrace.config.hub import model_dir
 from headrace.config.memory import EVERY_ENGINE, longest_sequence, share_beside_trainer
 from headrace.config.schema import Config, LoraConfig
+from headrace.config.staging import with_second_copy
 from headrace.delivery.digest import digest_as
+from headrace.delivery.receiver import BaseDigest
+from headrace.delivery.shared_base import find_base
 from headrace.delivery.transports.tcp_wire import KEYS
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.engine import EngineLoop
-from headrace.engines.embedded.setup import give_way_to_decoding
+from headrace.engines.embedded.setup import give_way_to_decoding, make_host_runner, make_runner
 from headrace.engines.serving import Submit, begin, send_deltas
 from headrace.models.attention import check_model
-from headrace.models.loading import choose_device, load_model, named_weights
-from headrace.models.lora import Adapter, frozen_linears
+from headrace.models.loading import choose_device, hold_weights, load_model, named_weights
+from headrace.models.lora import Adapter, check_shareable, frozen_linears
 from headrace.models.rounding import round_weights
+from headrace.types import NO_VERSION
+
+logger = logging.getLogger(__name__)
 
 
 def _round_as_the_trainer(model: Any, config: Config, lora: LoraConfig) -> None:
@@ -43,11 +51,23 @@ def _round_as_the_trainer(model: Any, config: Config, lora: LoraConfig) -> None:
     round_weights(frozen_linears(model, spared), sources)
 
 
-def build(link: WorkerLink, config: Config) -> EngineLoop:
-    """Load the model, check it, prepare the engine and report to the link that it is ready."""
+def _hold_shared_base(model: Any, config: Config, lora: LoraConfig, own: int, run_dir: Path) -> BaseDigest:
+    """Let this model compute with the trainer's base instead of its own copy. Return the function that digests it."""
+    check_shareable(model, lora)
+    base = find_base(run_dir, named_weights(model), config.model.dtype, own, config.pipeline.start_seconds)
+    hold_weights(model, base.weights)
+    return base.digest
+
+
+def build(link: WorkerLink, config: Config, version: int = NO_VERSION) -> EngineLoop:
+    """Load the model, check it, prepare the engine and report to the link that it is ready.
+
+    With a `version`, the engine serves the weights of the model's files as this version.
+    """
     device = choose_device(config.engine.device, "engine")
-    engine = config.engine
-    shared = device == "cuda" and any(name.startswith("trainer") for name in link.neighbours)
+    engine = with_second_copy(config)
+    own = link.name.startswith("engine")
+    shared = own and device == "cuda" and any(name.startswith("trainer") for name in link.neighbours)
     beside = 1 + sum(name.startswith("engine") for name in link.neighbours)
     if shared:
         total = torch.cuda.get_device_properties(0).total_memory
@@ -62,11 +82,14 @@ def build(link: WorkerLink, config: Config) -> EngineLoop:
             seed=config.run.seed,
             device=device,
         )
-        base_digest = adapter = None
+        base_digest: BaseDigest | None = None
+        adapter = None
         if config.lora is not None:
             if config.lora.base == "nf4":
                 _round_as_the_trainer(model, config, config.lora)
             base_digest = digest_as(named_weights(model), config.model.dtype)
+            if config.lora.share_base:
+                base_digest = _hold_shared_base(model, config, config.lora, base_digest, link.run_dir)
             adapter = Adapter(model, config.lora, config.lora.serve)
         max_length = longest_sequence(engine.max_length, getattr(model.config, "max_position_embeddings", 0))
         check_model(model, max_length)
@@ -76,21 +99,29 @@ def build(link: WorkerLink, config: Config) -> EngineLoop:
         engine,
         name=link.name,
         max_length=max_length,
+        version=version,
         adapter=adapter,
         base_digest=base_digest,
         spans=link.spans,
         keys=link.run_dir / KEYS,
+        # Packed layers would be a second copy of the base.
+        make_runner=partial(make_host_runner, pack=False) if callable(base_digest) else make_runner,
     )
     turns = EngineTurns(link.run_dir / TURNS) if shared and config.pipeline.one_gpu == "turns" else None
     loop = EngineLoop(core, partial(send_deltas, link), interrupt=engine.interrupt, turns=turns)
     give_way_to_decoding()
-    link.ready(parameters=sum(p.numel() for p in model.parameters()))
+    logger.info("new weights are staged: %s (%s)", core.staging.staging, core.staging.why)
+    link.ready(
+        parameters=sum(p.numel() for p in model.parameters()),
+        staging=core.staging.staging,
+        staging_why=core.staging.why,
+    )
     return loop
 
 
-def serve(link: WorkerLink, config: Config) -> None:
-    """Build the engine and serve it until the controller sends `Stop`."""
-    loop = build(link, config)
+def serve(link: WorkerLink, config: Config, version: int = NO_VERSION) -> None:
+    """Build the engine and serve it until the controller sends `Stop`. See `build`."""
+    loop = build(link, config, version)
     vital_thread(pass_messages, link, loop, name="messages").start()
     loop.run()
 

@@ -2,7 +2,8 @@
 
 A pass sees one version of the weights and tags its tokens with that version. Everything runs in one thread, except
 `stage`, which does not touch the live weights. After a swap, steps continue at once under the new weights while the
-proof is being made. Tokens of the new version leave the engine only after the proof.
+proof is being made. Tokens of the new version leave the engine only after the proof. Without a second copy of the
+weights (`[engine] staging = "none"`), no step is made until the new weights are proved.
 """
 
 import time
@@ -11,21 +12,26 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest, Proof
-from headrace.delivery.receiver import Installed, Receiver, Staged
+from headrace.delivery.receiver import BaseDigest, Installed, Receiver, Staged
 from headrace.engines.base import Counters, Delta, Request
 from headrace.engines.embedded.base import Haste
+from headrace.engines.embedded.likeliest import refusal, unpacked
 from headrace.engines.embedded.scheduler import Scheduler
 from headrace.engines.embedded.sequence import Ending, Sampled, Sequence, ending
 from headrace.engines.embedded.setup import MakeRunner, make_runner
+from headrace.engines.embedded.staging import choose_staging
 from headrace.engines.embedded.transfer import Arriving
 from headrace.engines.requests import fork_requests, request_refusal
 from headrace.errors import DeliveryError, UserError
+from headrace.models.fp8 import Fp8Arrivals, fp8_arrivals, quantize_linears
 from headrace.models.loading import named_weights
 from headrace.models.lora import Adapter
 from headrace.observe.spans import SpanRecorder
-from headrace.types import NO_VERSION, Float32Array, Int32Array, held_back_seconds
+from headrace.types import NO_VERSION, Float32Array, Int32Array, TeacherScores, held_back_seconds
 
 PHASES = 8
 """Sequences that began together are sent at this many different moments, spread over the time that tokens are held
@@ -44,7 +50,7 @@ class EngineCore:
         max_length: int,
         version: int = NO_VERSION,
         adapter: Adapter | None = None,
-        base_digest: int | None = None,
+        base_digest: BaseDigest | None = None,
         spans: SpanRecorder | None = None,
         keys: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -57,20 +63,30 @@ class EngineCore:
         self._keep_kv = config.kv == "keep"
         self._swaps_soon = config.interrupt in ("never", "abort")
         """Whether staged weights are installed at once, and wait only for the work in flight."""
-        self._runner, self._pool = make_runner(model, config, max_length)
+        if config.quantize == "fp8":
+            quantize_linears(model)
+        weights, conversion = _swapped(model, adapter)
+        arriving = conversion.arriving if conversion is not None else None
+        self.staging = choose_staging(model, config, max_length, weights, arriving)
+        """Where new weights are staged, and why."""
+        self._one_copy = self.staging.staging == "none"
+        self._runner, self._pool = make_runner(model, config, max_length, self.staging.device_bytes)
+        # Again, because a runner may lay parameters out anew, at other addresses.
+        weights, conversion = _swapped(model, adapter)
         self.scheduler = Scheduler(
             self._pool,
             slots=config.slots,
             prefill_chunk=config.prefill_chunk or self._runner.prefill_chunk,
             gather=self._runner.gather,
         )
-        weights = adapter.weights() if adapter is not None else named_weights(model)
         self._receiver = Receiver(
             weights,
             name,
             keys=keys,
             installed=adapter.apply if adapter is not None else None,
             base_digest=base_digest,
+            staging=self.staging.staging,
+            conversion=conversion,
         )
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self.timings = self._runner.timings
@@ -234,15 +250,22 @@ class EngineCore:
         return staged
 
     def install(self, staged: Staged) -> None:
-        """Make staged weights live, between two steps. `proof` tells later whether they are right."""
+        """Make staged weights live, between two steps. `proof` tells later whether they are right.
+
+        Without a second copy of the weights they are proved here, before the next step. Raises `DeliveryError` if the
+        weights are rejected. If `quarantined` is then true, the old weights are gone: every request has ended with its
+        partial completion, and nothing is sampled until a version is proved.
+        """
         self._runner.hurry("none")
         with self._span("swap"), self._runner.active():
-            if not self._keep_kv or self._unproved is not None:
+            if self._one_copy or not self._keep_kv or self._unproved is not None:
                 self._ready += self._settle()
-            self._unproved = self._receiver.install(staged)
+            self._unproved = self._receiver.install(staged) if not self._one_copy else self._overwrite(staged)
             self._canary = None
             self._go_live(staged.manifest.version)
-            if not (self._runner.overlaps and self.sequences):
+            if self._one_copy:
+                self._ready += self._prove(self._unproved)
+            elif not (self._runner.overlaps and self.sequences):
                 self._score_canary(self._unproved)
 
     def proof(self, *, wait: bool) -> Proof | None:
@@ -260,6 +283,11 @@ class EngineCore:
         assert proof is not None
         return proof
 
+    @property
+    def quarantined(self) -> bool:
+        """Whether the live weights are not proved to be any version, after new weights were written over them."""
+        return self._receiver.quarantined
+
     def score(self, token_ids: Int32Array) -> Float32Array:
         """Return the log-probabilities of tokens 1..n given their prefix, under the live weights ([n - 1])."""
         if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < self._vocabulary:
@@ -268,6 +296,21 @@ class EngineCore:
             if self._unproved is not None:
                 self._ready += self._prove(self._unproved)
             return self._runner.score(token_ids).result()
+
+    def score_likeliest(
+        self, token_ids: Int32Array, temperatures: Float32Array, k: int, vocabulary: int
+    ) -> TeacherScores:
+        """Return the scores of a sequence under the live weights, which are proved, and the k likeliest tokens.
+
+        Raises `UserError` if there is no proved version or the sequence cannot be scored.
+        """
+        with self._runner.active():
+            if self._unproved is not None:
+                self._ready += self._prove(self._unproved)
+            if why := refusal(token_ids, k, vocabulary, self._vocabulary, self.max_length, self.version):
+                raise UserError(why)
+            numbers = self._runner.score_likeliest(token_ids, temperatures, k, vocabulary).result()
+            return unpacked(numbers, self.version)
 
     def counters(self) -> Counters:
         """Return the counters and occupancy, at some moment near the call. Any thread may call this."""
@@ -299,6 +342,18 @@ class EngineCore:
             deltas = self._prove(self._unproved) if self._unproved is not None else []
             return deltas + self._take(self._runner.drain())
 
+    def _overwrite(self, staged: Staged) -> Installed:
+        """Install weights for which there is no second copy. The engine has no version meanwhile."""
+        held, self.version = self.version, NO_VERSION
+        try:
+            return self._receiver.install(staged)
+        except DeliveryError:
+            if self.quarantined:
+                self._lose_weights()
+            else:
+                self.version = held
+            raise
+
     def _prove(self, installed: Installed) -> list[Delta]:
         with self._runner.active():
             self._proof = self._receiver.prove(installed, self._score_canary(installed).result())
@@ -307,6 +362,8 @@ class EngineCore:
                 self.version = self._proof.version
             else:
                 self._withdraw(installed.staged.manifest.version)
+                if self._one_copy:
+                    self._lose_weights()
             return [self._finish(s, s.ending) for s in list(self.sequences.values()) if s.ending is not None]
 
     def _go_live(self, version: int) -> None:
@@ -343,9 +400,16 @@ class EngineCore:
             if sequence.ending is not None and sequence.ending.version == version:
                 sequence.ending = None
 
+    def _lose_weights(self) -> None:
+        """Serve nothing until a version is proved. End all requests, so that other engines resume them."""
+        self.version = self._live = NO_VERSION
+        self._recompute_all()
+        self._ready += [self._finish(sequence, Ending("aborted")) for sequence in list(self.sequences.values())]
+
     def _take(self, sampled: list[Sampled], *, finish: bool = True) -> list[Delta]:
         """Record new tokens. Return the last deltas of sequences that ended, unless these wait for a proof."""
         deltas = []
+        now = self._clock()
         for new in sampled:
             sequence = new.sequence
             # The device may have continued a sequence that had ended by a rule which only the host knows.
@@ -354,10 +418,10 @@ class EngineCore:
             sequence.ending = end = ending(new)
             if end is not None:
                 new.cut(end.tokens)
-            sequence.extend(new)
+            sequence.extend(new, now)
             self._generated += len(new.tokens)
             if new.versions and new.versions[-1] > self.drawn_version:
-                self.drawn_version, self.drawn_at = int(new.versions[-1]), self._clock()
+                self.drawn_version, self.drawn_at = int(new.versions[-1]), now
             if end is not None and finish and self._unproved is None:
                 deltas.append(self._finish(sequence, end))
         return deltas
@@ -393,3 +457,9 @@ class EngineCore:
 
     def _span(self, name: str) -> AbstractContextManager[None]:
         return self.spans.span(name) if self.spans is not None else nullcontext()
+
+
+def _swapped(model: Any, adapter: Adapter | None) -> tuple[dict[str, torch.Tensor], Fp8Arrivals | None]:
+    """Return the tensors that a new version replaces, where they lie now, and how versions become FP8 weights."""
+    weights = adapter.weights() if adapter is not None else named_weights(model)
+    return weights, fp8_arrivals(model, weights)

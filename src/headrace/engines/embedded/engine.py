@@ -27,7 +27,7 @@ from headrace.engines.streams import StreamedEngine
 from headrace.errors import DeadlineError, DeliveryError, HeadraceError, UserError
 from headrace.models.attention import check_model
 from headrace.models.loading import choose_device, load_model
-from headrace.types import NO_VERSION, Float32Array, Int32Array
+from headrace.types import NO_VERSION, Float32Array, Int32Array, TeacherScores
 
 T = TypeVar("T")
 
@@ -92,6 +92,12 @@ class EngineLoop:
     def score(self, token_ids: Int32Array) -> Future[Float32Array]:
         """Score tokens 1..n given their prefix, under the live weights."""
         return self._ask(lambda: self._core.score(token_ids))
+
+    def score_likeliest(
+        self, token_ids: Int32Array, temperatures: Float32Array, k: int, vocabulary: int
+    ) -> Future[TeacherScores]:
+        """Score tokens 1..n under the live weights, which must be proved, with the k likeliest tokens."""
+        return self._ask(lambda: self._core.score_likeliest(token_ids, temperatures, k, vocabulary))
 
     def fork(self, request_id: str, at: int, n: int) -> Future[list[Request]]:
         """Make `n` requests that continue a running request after its first `at` tokens."""
@@ -189,7 +195,15 @@ class EngineLoop:
             self._refused(staged.manifest, error)
 
     def _refused(self, manifest: Manifest, error: DeliveryError) -> None:
-        self._loaded(Proof(engine=self._core.name, version=manifest.version, accepted=False, reason=str(error)))
+        self._loaded(
+            Proof(
+                engine=self._core.name,
+                version=manifest.version,
+                accepted=False,
+                quarantined=self._core.quarantined,
+                reason=str(error),
+            )
+        )
 
     def _report_proof(self) -> None:
         """Report the proof of new weights. Wait for the proof only if there are no steps to make meanwhile."""

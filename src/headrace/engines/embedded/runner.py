@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,15 @@ from torch import nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from headrace.engines.embedded.base import Runner, Timings
+from headrace.engines.embedded.likeliest import read_likeliest
 from headrace.engines.embedded.sampler import draw
 from headrace.engines.embedded.scheduler import Chunk, StepPlan
 from headrace.engines.embedded.sequence import Sampled
 from headrace.engines.embedded.transfer import Arriving
 from headrace.models.attention import AttentionCall, attending
 from headrace.models.experts import RoutingRecorder, RoutingShape, recording
-from headrace.types import Int32Array
+from headrace.models.fp8 import through_fp8
+from headrace.types import Float32Array, Int32Array
 
 BAND_TOKENS = 512
 """The cost of one more band, in padded tokens. Rows are split into two bands if that saves more than this."""
@@ -47,23 +50,37 @@ _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class HostRunner(Runner):
     """A `Runner` that computes each plan in one pass over packed tokens, and returns its tokens at once."""
 
-    def __init__(self, model: Any, blocks: int, block_size: int, routing: RoutingShape | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        blocks: int,
+        block_size: int,
+        routing: RoutingShape | None = None,
+        *,
+        rounds_kv: bool = False,
+        pack: bool = True,
+    ) -> None:
+        """Create a runner. With `rounds_kv`, keys and values are rounded to FP8, and stored in the model's dtype.
+
+        Without `pack`, layers are computed from the weights where they lie, without packed copies.
+        """
         self.prefill_chunk = 512
         self.gather = 0
         self.overlaps = False
         self.timings = Timings()
         self._model = model
         self._cache = KVCache(blocks, block_size)
+        self._rounds_kv = rounds_kv
         self._routing = routing
         self._device: torch.device = next(model.parameters()).device
-        self._packed = pack_linears(model)
+        self._packed = pack_linears(model) if pack else None
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, version: int) -> list[Sampled]:
         """Compute the plan's chunks. Return a token for each sequence whose last token is among them."""
         started = time.perf_counter()
         self._cache.copy(plan.copies)
-        context = _PagedContext(self._cache, plan.chunks, self._device)
+        context = _PagedContext(self._cache, plan.chunks, self._device, rounds=self._rounds_kv)
         chunks = context.rows
         ends = np.cumsum([chunk.count for chunk in chunks]) - 1
         sampled = [(chunk.sequence, int(end)) for chunk, end in zip(chunks, ends, strict=True) if chunk.samples]
@@ -113,15 +130,36 @@ class HostRunner(Runner):
         ids = torch.from_numpy(np.array(token_ids, np.int64)).to(self._device)
         return Arriving(score_ids(self._model, ids))
 
+    @torch.inference_mode()
+    def score_likeliest(self, token_ids: Int32Array, temperatures: Float32Array, k: int, vocabulary: int) -> Arriving:
+        """See `Runner.score_likeliest`."""
+        return Arriving(likeliest_of(self._model, token_ids, temperatures, k, vocabulary, self._device))
+
+
+def likeliest_of(
+    model: Any, token_ids: Int32Array, temperatures: Float32Array, k: int, vocabulary: int, device: torch.device
+) -> torch.Tensor:
+    """Return what `read_likeliest` reads of tokens 1..n given their prefix."""
+    ids = torch.from_numpy(np.array(token_ids, np.int64)).to(device)
+    if len(ids) < 2:
+        return torch.zeros(0, 2 + 2 * k, device=device)
+    heat = torch.from_numpy(np.array(temperatures[1:], np.float32)).to(device)
+    return read_likeliest(sequence_logits(model, ids), ids[1:], heat, k, vocabulary)
+
+
+def sequence_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits from which tokens 1..n of a sequence would be drawn, [n - 1, V]."""
+    positions = torch.arange(len(ids) - 1, device=ids.device)
+    with attending(_DenseContext()):
+        logits: torch.Tensor = model(input_ids=ids[None, :-1], position_ids=positions[None], use_cache=False).logits[0]
+    return logits
+
 
 def score_ids(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Return the log-probabilities of tokens 1..n given their prefix ([n - 1]). `ids` must be on the model's device."""
     if len(ids) < 2:
         return torch.zeros(0, device=ids.device)
-    positions = torch.arange(len(ids) - 1, device=ids.device)
-    with attending(_DenseContext()):
-        logits = model(input_ids=ids[None, :-1], position_ids=positions[None], use_cache=False).logits[0]
-    logits = logits.float()
+    logits = sequence_logits(model, ids).float()
     scored: torch.Tensor = logits.gather(1, ids[1:, None])[:, 0] - logits.logsumexp(-1)
     return scored
 
@@ -198,7 +236,9 @@ def bands(widths: Sequence[int], cost: float) -> list[tuple[int, int]]:
 class _PagedContext:
     """An attention context that writes new keys and values to the cache, then attends over each sequence's blocks."""
 
-    def __init__(self, cache: KVCache, chunks: Sequence[Chunk], device: torch.device) -> None:
+    def __init__(self, cache: KVCache, chunks: Sequence[Chunk], device: torch.device, *, rounds: bool = False) -> None:
+        """Attend over these chunks. With `rounds`, keys and values are rounded to FP8 first."""
+        self._rounds = rounds
         singles = sorted((c for c in chunks if c.count == 1), key=lambda c: c.start)
         self.rows = singles + [c for c in chunks if c.count > 1]
         """The chunks in the order of the packed row."""
@@ -216,6 +256,8 @@ class _PagedContext:
         self._views: dict[tuple[int, int, int | None, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
+        if self._rounds:
+            call = replace(call, key=through_fp8(call.key), value=through_fp8(call.value))
         key, value = call.key[0].transpose(0, 1), call.value[0].transpose(0, 1)
         self._cache.write(call.layer, self._slots, key, value)
         parts = self._attend_singles(call) if self._singles else []

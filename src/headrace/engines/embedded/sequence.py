@@ -74,6 +74,8 @@ class Sequence:
         self._versions: list[int] = []
         self._kept: list[Int32Array] = []
         self._routing: list[Int16Array] = []
+        self._times: list[float] = []
+        """When each token was sampled, if the sampling settings name tokens that end steps."""
         self._sent = 0
 
     @property
@@ -93,8 +95,8 @@ class Sequence:
             count += 1
         return count
 
-    def extend(self, new: Sampled) -> None:
-        """Record sampled tokens.
+    def extend(self, new: Sampled, now: float = 0.0) -> None:
+        """Record tokens that were sampled now. If one of them ends a step, the tokens are due to be sent.
 
         Each token was drawn by a pass under its version, and the same pass computed the keys and values of the token
         before it. Kept sets and experts are given for every token of a sequence or for none.
@@ -111,6 +113,10 @@ class Sequence:
         self._versions += versions
         self._kept += new.kept or ()
         self._routing += new.routing or ()
+        if steps := self.sampling.step_token_ids:
+            self._times += [now] * len(new.tokens)
+            if not set(new.tokens).isdisjoint(steps):
+                self.flushed_at = -math.inf
         count = len(self._logprobs)
         for records in (len(self._versions), len(self._kept) or count, len(self._routing) or count):
             if records != count:
@@ -138,7 +144,7 @@ class Sequence:
         if self.blocks or self.in_flight:
             raise RuntimeError(f"sequence {self.id} still runs and cannot be cut")
         del self.tokens[self.prompt_length + sampled :]
-        for records in (self._logprobs, self._versions, self._kept, self._routing):
+        for records in (self._logprobs, self._versions, self._kept, self._routing, self._times):
             del records[sampled:]
         self.chain = None
 
@@ -157,6 +163,7 @@ class Sequence:
             error=error,
             kept=_joined(self._kept[first:]) if self._kept else None,
             routing=routing,
+            times=np.array(self._times[first:], np.float64) if self._times else None,
         )
 
 

@@ -10,6 +10,7 @@ checkpoint. No checkpoint that might be of use is deleted: it is set aside under
       adapter_config.json, adapter_model.safetensors    the adapter, as peft writes it
       trainer/optimizer.safetensors
       trainer/reference.safetensors                     if the loss needs a reference that no model directory holds
+      trainer/critic.safetensors                        if there is a critic: its value head and its moments
       trainer/state.json
       SHA256SUMS
     damaged-step-00000043/                              its files are not as they were written
@@ -61,6 +62,8 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """The version under which the weights were published."""
     objective: str = ""
     """The objective that the optimizer state belongs to. Empty before the first step."""
+    entropy_weight: float | None = None
+    """The weight of the entropy bonus after the last step, if it follows a target."""
     optimizer: str = ""
     """The `[training] optimizer` that the state belongs to. Empty if no state is kept, or if it was not recorded."""
 

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from headrace.config.scorers import TeacherConfig
 from headrace.errors import UserError
 from headrace.models.loading import load_model, named_weights
 from headrace.training.checkpoints.base import (
@@ -31,8 +32,10 @@ from headrace.training.checkpoints.base import (
     refuse_pickled,
 )
 from headrace.training.checkpoints.regions import Part, create, own_parts, write_parts
+from headrace.training.critic import Critic
 from headrace.training.devices import on_host
 from headrace.training.eight_bits import spread_file
+from headrace.training.followers import Follower, make_follower
 from headrace.training.lora import ADAPTER_FILE, TrainedAdapter
 from headrace.training.optimizer import HalfWeights, Optimizer
 from headrace.training.policies import Policies
@@ -40,9 +43,15 @@ from headrace.training.ranks import Ranks, copy_own_part, own_part, placed_like,
 
 OPTIMIZER_FILE = Path("trainer") / "optimizer.safetensors"
 REFERENCE_FILE = Path("trainer") / "reference.safetensors"
+CRITIC_FILE = Path("trainer") / "critic.safetensors"
 GATHERED = Path("trainer") / ".weights"
 """The file in which the ranks put the weights together. The first rank writes the model's own files from it."""
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
+
+
+def follower_file(name: str) -> Path:
+    """Return the file of a checkpoint that holds the teacher of this name, which follows the policy."""
+    return Path("trainer") / f"teacher-{name}.safetensors"
 
 
 class Saver:
@@ -59,7 +68,11 @@ class Saver:
         ranks: Ranks | None,
         half: HalfWeights | None,
         adapter: TrainedAdapter | None,
+        critic: Critic | None = None,
+        followers: Mapping[str, TeacherConfig] | None = None,
+        steps_per_version: int = 1,
     ) -> None:
+        self._critic = critic
         self._model = model
         self._policies = policies
         self._ranks = ranks
@@ -68,6 +81,11 @@ class Saver:
         self._adapter = adapter
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._last: Future[Path] | None = None
+        self.followers: dict[str, Follower] = {
+            name: make_follower(section, self.weights(), steps_per_version)
+            for name, section in (followers or {}).items()
+        }
+        """The teachers that follow the policy, by name. A checkpoint holds them too."""
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the live trained weights, all or the adapter's, by canonical name. The next step changes them."""
@@ -100,6 +118,7 @@ class Saver:
         moments = {
             key: placed_like(tensor, parameters[key.partition("/")[2]]) for key, tensor in optimizer.tensors().items()
         }
+        value_head = {} if self._critic is None else self._critic.tensors()
         reference = self._policies.reference
         if reference is None or state.steps_done == state.policy_steps:
             # The model directory holds the reference, unless a warm start made it.
@@ -115,6 +134,8 @@ class Saver:
                 return final_path(partial)
             # The source's companion files are copied after the weights: its generation config replaces the model's own.
             copy_companions(companions, partial)
+            if value_head:
+                save_file(value_head, partial / CRITIC_FILE)
             if chat_template is not None:
                 (partial / CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
             return finish_checkpoint(partial, state)
@@ -128,9 +149,12 @@ class Saver:
             write_weights = self._adapter.snapshot() if self._adapter else _snapshot(self._model)
         moments = on_host({key: whole_tensor(tensor) for key, tensor in moments.items()})
         reference = on_host(reference)
+        followers = {name: on_host(follower.state()) for name, follower in self.followers.items()}
 
         def write() -> None:
             write_weights(path)
+            for name, state in followers.items():
+                save_file(state, path / follower_file(name))
             save_file(moments, path / OPTIMIZER_FILE)
             if reference:
                 save_file(reference, path / REFERENCE_FILE)
@@ -166,6 +190,12 @@ class Saver:
             self._policies.hold_reference()
             self._load_reference(checkpoint, state)
         self._load_weights(checkpoint)
+        if self._critic is not None and (checkpoint / CRITIC_FILE).is_file():
+            self._critic.restore(load_file(checkpoint / CRITIC_FILE))
+        for name, follower in self.followers.items():
+            if not (checkpoint / follower_file(name)).is_file():
+                raise UserError(f"[scorers.{name}] policy: {checkpoint} does not hold this teacher; begin a new run")
+            follower.restore(load_file(checkpoint / follower_file(name)))
         if optimizer:
             optimizer.restore(self._own_moments(checkpoint))
         if self._half is not None:

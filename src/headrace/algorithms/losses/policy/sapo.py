@@ -23,7 +23,7 @@ def sapo(inputs: TokenInputs, *, tau_positive: float, tau_negative: float) -> To
     soft = torch.sigmoid(tau * (ratio - 1.0))
     # The derivative of the gate by log pi, which is the token's weight in the gradient.
     weight = (4.0 * soft * (1.0 - soft) * ratio).detach().clamp(min=torch.finfo(ratio.dtype).tiny)
-    gate = 4.0 / tau * soft * (capped(weight, inputs) / weight)
+    gate = 4.0 / tau * soft * (capped(weight, inputs._replace(weight_floor=None)) / weight)
     return TokenLoss(-gate * inputs.advantages, policy_sums(log_ratios, torch.zeros_like(gate, dtype=torch.bool)))
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.engines.embedded.runner import score_ids
+from headrace.engines.embedded.runner import likeliest_of, score_ids
 from headrace.engines.embedded.transfer import Arriving
-from headrace.types import Int32Array
+from headrace.types import Float32Array, Int32Array
 
 logger = logging.getLogger(__name__)
 
@@ -89,3 +89,7 @@ class TokenScores:
         ids.copy_(host, non_blocking=True)
         replay()
         return Arriving(scores)
+
+    def likeliest(self, token_ids: Int32Array, temperatures: Float32Array, k: int, vocabulary: int) -> Arriving:
+        """Begin to score tokens 1..n with the likeliest tokens in their places. Such passes are never captured."""
+        return Arriving(likeliest_of(self._model, token_ids, temperatures, k, vocabulary, self._device))

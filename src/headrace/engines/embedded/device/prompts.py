@@ -92,6 +92,7 @@ class PromptPasses:
         self._step = step
         self._record = record
         self._parameters = sum(p.numel() for p in self._model.parameters())
+        self._itemsize = next(self._model.parameters()).element_size()
         self._passes: dict[PassShape, _Pass] = {}
 
     def run(self, chunks: Seq[Chunk], variant: Variant) -> None:
@@ -159,7 +160,7 @@ class PromptPasses:
 
     def _queries(self, longest: int) -> int:
         keys, values = self._cache.layers[0]
-        return choose_queries(longest, max(keys.shape[3], values.shape[3]), keys.element_size())
+        return choose_queries(longest, max(keys.shape[3], values.shape[3]), self._itemsize)
 
     def _recorder(self, shape: PassShape) -> RoutingRecorder | None:
         return RoutingRecorder(self._routing, shape.tokens, self._state.device) if self._routing else None

@@ -25,7 +25,7 @@ from headrace.engines.embedded.scheduler import Chunk, StepPlan
 from headrace.engines.embedded.sequence import Sampled, Sequence
 from headrace.engines.embedded.transfer import Arriving, StreamMark
 from headrace.models.experts import RoutingShape
-from headrace.types import Int32Array
+from headrace.types import Float32Array, Int32Array
 
 _WAITED = 2e-4
 """If the host waited longer than this for a launch to end, the next launch has just begun."""
@@ -183,6 +183,11 @@ class DeviceRunner:
         if again:
             self._scores.prepare(len(token_ids))
         return self._scores.begin(token_ids)
+
+    @torch.inference_mode()
+    def score_likeliest(self, token_ids: Int32Array, temperatures: Float32Array, k: int, vocabulary: int) -> Arriving:
+        """See `Runner.score_likeliest`."""
+        return self._scores.likeliest(token_ids, temperatures, k, vocabulary)
 
     def _admit(self, plan: StepPlan) -> None:
         if plan.copies:

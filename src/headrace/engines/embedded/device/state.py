@@ -1,7 +1,7 @@
 """What lives on the device at fixed addresses: the KV cache, sized from the free memory, and the state of every row.
 
-The cache may take the memory that is free after the model is loaded, minus a second copy of the weights, which a
-delivery stages beside the live ones, and minus a margin for activations and captured graphs. The last row is a spare
+The cache may take the memory that is free after the model is loaded, minus the weights that a delivery stages beside
+the live ones, if any, and minus a margin for activations and captured graphs. The last row is a spare
 that is never live: entries that only fill a batch up to its bucket point at the spare row. The host changes rows only
 through the engine's stream, so a launch that is in flight never sees a change.
 """
@@ -18,6 +18,7 @@ from headrace.engines.embedded.sequence import Sequence
 from headrace.engines.embedded.transfer import Uploads
 from headrace.errors import UserError
 from headrace.models.attention import AttentionCall, attending
+from headrace.models.fp8 import FP8
 
 LayerShape = tuple[int, int, int]
 """The number of key/value heads, the size of a key, the size of a value."""
@@ -44,6 +45,8 @@ class DeviceCache:
         """Copy whole blocks in all layers. Every source is read before any target is written."""
         for stores in self.layers:
             for store in stores:
+                # As integers, because torch selects no FP8 numbers by index.
+                store = store.view(torch.uint8) if store.dtype == FP8 else store
                 store.index_copy_(0, targets.long(), store.index_select(0, sources))
 
 
@@ -57,27 +60,35 @@ def layer_shapes(model: Any) -> list[LayerShape]:
     return [probe.shapes[layer] for layer in sorted(probe.shapes)]
 
 
-def affordable_blocks(model: Any, shapes: Seq[LayerShape], block_size: int, fraction: float | None) -> int:
-    """Return how many blocks the model's device has room for beside a second copy of the weights and the margin.
+def affordable_blocks(
+    device: torch.device, shapes: Seq[LayerShape], block_size: int, itemsize: int, fraction: float | None, staged: int
+) -> int:
+    """Return how many blocks the device has room for beside `staged` bytes of weights and the margin.
 
     With `fraction`, the cache and everything else in this process stay within that share of the device's memory. Raises
     `UserError` if there is no room for one block.
     """
-    parameter = next(model.parameters())
-    device = parameter.device
-    weight_bytes: int = sum(p.nbytes for p in model.parameters())
-    per_token = sum(heads * (key + value) for heads, key, value in shapes)
-    block_bytes: int = block_size * per_token * parameter.element_size()
+    block_bytes = bytes_of_block(shapes, block_size, itemsize)
+    room = free_bytes(device, fraction) - staged
+    if room < block_bytes:
+        raise UserError(
+            f"no memory is left for a KV cache on {torch.cuda.get_device_name(device)}: {(room + staged) / 2**30:.1f}"
+            f" GiB are free beside a margin, and staged weights need {staged / 2**30:.1f} GiB"
+        )
+    return room // block_bytes
+
+
+def bytes_of_block(shapes: Seq[LayerShape], block_size: int, element_size: int) -> int:
+    """Return the bytes of one block of the cache."""
+    return block_size * element_size * sum(heads * (key + value) for heads, key, value in shapes)
+
+
+def free_bytes(device: torch.device, fraction: float | None) -> int:
+    """Return the bytes that cache and staged weights may take: what is free, minus the margin."""
     free, total = torch.cuda.mem_get_info(device)
     if fraction is not None:
         free = min(free, int(fraction * total) - torch.cuda.memory_reserved(device))
-    room = free - weight_bytes - int(MARGIN * total * (fraction or 1.0))
-    if room < block_bytes:
-        raise UserError(
-            f"no memory is left for a KV cache on {torch.cuda.get_device_name(device)}: {free / 2**30:.1f} GiB are"
-            f" free, and a second copy of the weights and a margin need {(free - room) / 2**30:.1f} GiB"
-        )
-    return room // block_bytes
+    return free - int(MARGIN * total * (fraction or 1.0))
 
 
 class _Probe:

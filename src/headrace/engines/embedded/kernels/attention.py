@@ -5,6 +5,9 @@ program that writes it attends to the new token from registers, and all others r
 values of a chunk are in the cache before it attends. A token sees itself and the earlier tokens of its own row, and
 nothing else. A tile reads only slots that are marked visible, so the content of other slots, even NaN, never reaches a
 result. Nothing is read back to the host, so a launch may be captured in a CUDA graph.
+
+The cache may be in FP8. Keys and values are then rounded when they are stored, that of the new token too before it is
+attended to, and multiplied in the dtype of the queries.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.engines.embedded.kernels.cache import as_stored
 from headrace.models.attention import AttentionCall
+from headrace.models.fp8 import FP8
 
 MAX_SPLITS = 32
 _TILE_BYTES = 16384
@@ -119,7 +124,8 @@ def paged_decode(
     kv_heads, block_size, value_size = keys.shape[1], keys.shape[2], values.shape[3]
     assert keys.is_contiguous() and values.is_contiguous() and tables.stride(1) == 1
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1
-    assert query.dtype == key.dtype == value.dtype == keys.dtype == values.dtype
+    assert query.dtype == key.dtype == value.dtype
+    assert keys.dtype == values.dtype and keys.dtype in (query.dtype, FP8)
     out = torch.empty(batch, heads, value_size, dtype=query.dtype, device=query.device)
     partials = stats = None
     if splits > 1:
@@ -242,18 +248,19 @@ def _decode_kernel(
         blocks = tile_blocks(table, tile + 1, position, BLOCK, TILE)
         spots = tile * TILE + tl.arange(0, TILE)
         visible = (spots >= start) & (spots < position)
-        k = load_tile(keys, slots, visible, D, D_PAD)
+        k = load_tile(keys, slots, visible, D, D_PAD).to(q.dtype)
         scores = dot(q, tl.trans(k), tl.zeros([GROUP_PAD, TILE], tl.float32))
         scores = tl.where(visible[None, :], base2_logits(scores, scaling, softcap, CAPPED), float("-inf"))
         raised = tl.maximum(highest, tl.max(scores, 1))
         weights, shrink = tl.exp2(scores - raised[:, None]), tl.exp2(highest - raised)
         total = total * shrink + tl.sum(weights, 1)
-        v = load_tile(values, slots, visible, DV, DV_PAD)
+        v = load_tile(values, slots, visible, DV, DV_PAD).to(q.dtype)
         result = dot(weights.to(v.dtype), v, result * shrink[:, None])
         highest = raised
 
     # The owner stores the new token, attends to it, and adds the sink, once per query.
     new_slot = (new_block.to(tl.int64) * KV_HEADS + head) * BLOCK + position % BLOCK
+    new_key, new_value = as_stored(new_key, keys), as_stored(new_value, values)
     tl.store(keys + new_slot * D + d, new_key, mask=owner & (d < D))
     tl.store(values + new_slot * DV + dv, new_value, mask=owner & (dv < DV))
     products = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1)
@@ -352,7 +359,7 @@ def paged_prefill(
     tokens, heads, size = query.shape
     kv_heads, block_size, value_size = keys.shape[1], keys.shape[2], values.shape[3]
     assert keys.is_contiguous() and values.is_contiguous() and query.stride(2) == tables.stride(1) == 1
-    assert query.dtype == keys.dtype == values.dtype
+    assert keys.dtype == values.dtype and keys.dtype in (query.dtype, FP8)
     out = torch.zeros(tokens, heads, value_size, dtype=query.dtype, device=query.device)
     assert tiles.stride(1) == 1
     if tiles.shape[1] == 0:
@@ -443,7 +450,7 @@ def _prefill_kernel(
         blocks = tile_blocks(table, tile + 1, end, BLOCK, TILE)
         spots = tile * TILE + tl.arange(0, TILE)
         written = (spots >= begin) & (spots < end)
-        k = load_tile(keys, slots, written, D, D_PAD)
+        k = load_tile(keys, slots, written, D, D_PAD).to(q.dtype)
         scores = dot(q, tl.trans(k), tl.zeros([QUERIES, TILE], tl.float32))
         behind = places[:, None] - spots[None, :]
         visible = (behind >= 0) & (behind < window)
@@ -451,7 +458,7 @@ def _prefill_kernel(
         raised = tl.maximum(highest, tl.max(scores, 1))
         weights, shrink = tl.exp2(scores - raised[:, None]), tl.exp2(highest - raised)
         total = total * shrink + tl.sum(weights, 1)
-        v = load_tile(values, slots, written, DV, DV_PAD)
+        v = load_tile(values, slots, written, DV, DV_PAD).to(q.dtype)
         result = dot(weights.to(v.dtype), v, result * shrink[:, None])
         highest = raised
 

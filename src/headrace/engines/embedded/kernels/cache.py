@@ -1,7 +1,7 @@
 """Writes to the paged cache, `[blocks, kv_heads, block_size, D]`, outside of decode.
 
 A write touches only the slots that it is given. Nothing is read back to the host, so a write may be captured in a CUDA
-graph. A slot is block * block_size + offset.
+graph. A slot is block * block_size + offset. A cache in FP8 holds keys and values rounded, without a scale.
 """
 
 from __future__ import annotations
@@ -10,6 +10,18 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.models.fp8 import FP8
+
+
+@triton.jit
+def as_stored(numbers, store):
+    """Return the numbers in the dtype of the cache. Numbers beyond the range of FP8 become its largest."""
+    if store.dtype.element_ty == tl.float8e4nv:
+        wide = numbers.to(tl.float32)
+        return tl.minimum(tl.maximum(wide, -448.0), 448.0).to(tl.float8e4nv)
+    else:  # noqa: RET505 (the compiler takes one branch)
+        return numbers
+
 
 def write_cache(
     key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
@@ -17,7 +29,7 @@ def write_cache(
     """Store the keys and values (`[T, kv_heads, D]`) of T tokens, each in its own slot. A negative slot is skipped."""
     assert keys.is_contiguous() and values.is_contiguous()
     for new, store in ((key, keys), (value, values)):
-        assert new.stride(2) == 1 and new.dtype == store.dtype
+        assert new.stride(2) == 1 and store.dtype in (new.dtype, FP8)
         tokens, kv_heads, size = new.shape
         if tokens == 0:
             return
@@ -96,4 +108,4 @@ def _write_kernel(
     mask = (heads < KV_HEADS)[:, None] & (d < D)[None, :]
     data = tl.load(new + token * new_token + heads[:, None] * new_head + d[None, :], mask=mask)
     vectors = (slot // BLOCK * KV_HEADS + heads) * BLOCK + slot % BLOCK
-    tl.store(store + vectors[:, None] * D + d[None, :], data, mask=mask)
+    tl.store(store + vectors[:, None] * D + d[None, :], as_stored(data, store), mask=mask)

@@ -1,0 +1,39 @@
+"""The divergence of a policy from its teacher, compared at the teacher's likeliest tokens and at their tail.
+
+The tail counts as one more token, which has the probability of all other tokens together. So the compared numbers are
+two whole distributions, and their divergence is never negative. It is zero if they are equal, and never larger than the
+divergence over the whole vocabulary.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+
+LONGEST_GAP = 20.0
+"""The reverse divergence counts a gap between two log-probabilities at most up to this value, because the teacher may
+give a tail no probability at all."""
+
+
+class TopTokens(NamedTuple):
+    """The log-probabilities of the teacher's k likeliest tokens, and of their tail, at N trained tokens."""
+
+    policy: torch.Tensor
+    """[N, k], differentiable: under the policy in training."""
+    policy_tail: torch.Tensor
+    """[N], differentiable."""
+    teacher: torch.Tensor
+    """[N, k], under the teacher."""
+    teacher_tail: torch.Tensor
+    """[N]."""
+
+
+def top_divergence(top: TopTokens, direction: Literal["forward", "reverse"]) -> torch.Tensor:
+    """Return KL(teacher || policy), the forward direction, or KL(policy || teacher), the reverse one, at each token."""
+    policy = torch.cat([top.policy, top.policy_tail[:, None]], dim=1)
+    teacher = torch.cat([top.teacher, top.teacher_tail[:, None]], dim=1)
+    if direction == "reverse":
+        return (policy.exp() * (policy - teacher).clamp(max=LONGEST_GAP)).sum(dim=1)
+    probabilities = teacher.exp()
+    # Where the teacher gives no probability at all, the product is 0 in the limit, but not in floating point.
+    gaps = torch.where(probabilities > 0, teacher - policy, 0.0)
+    return (probabilities * gaps).sum(dim=1)

@@ -1,0 +1,122 @@
+"""The model of a scorer in a worker process of its own, as the controller sees the process.
+
+Supervision starts the process, watches it and restarts it. A scorer owns one `ModelProcess` and asks it questions. Any
+number of questions are open at the same time, and they are answered in any order.
+
+If the process dies, the questions that it held fail at once. Later questions wait until the process is back, as long as
+their time limit allows. The run goes on meanwhile.
+"""
+
+import asyncio
+from typing import TypeVar
+
+from headrace.channel.codec import Message
+from headrace.channel.hub import Hub
+from headrace.engines.serving import Deltas, RemoteEngine
+from headrace.errors import ChannelError, DeadlineError, PeerDied
+from headrace.scoring.base import ScoreError
+
+M = TypeVar("M", bound=Message)
+
+ROLE = "scorer"
+"""The role of these processes. They are called `scorer-0`, `scorer-1`, ..., in the order of `Config.scorer_models`."""
+
+
+class ModelProcess:
+    """The process of one scorer's model. Used from the controller's event loop only."""
+
+    def __init__(self, name: str, *, timeout: float) -> None:
+        """`name` is that of the process. `timeout` limits every question, in seconds."""
+        self.name = name
+        self.timeout = timeout
+        self.starts = 0
+        """How often the process has become ready. What was told to an earlier process is lost."""
+        self._hub: Hub | None = None
+        self._serving = asyncio.Event()
+        self._reason = ""
+
+    def connect(self, hub: Hub) -> None:
+        """Use this hub from now on. The process is ready."""
+        self._hub = hub
+        self.back()
+
+    def back(self) -> None:
+        """Note that the process is ready, for the first time or again."""
+        self.starts += 1
+        self._serving.set()
+
+    def lost(self, reason: str) -> None:
+        """Note that the process is gone. Its open questions fail; later ones wait until it is back."""
+        self._serving.clear()
+        self._reason = reason
+
+    def hear(self, message: Message) -> None:
+        """Take a message that answers no question. A kind of scorer whose process sends such messages overrides it."""
+
+    async def ready(self) -> Hub:
+        """Wait until the process serves. Raises `ScoreError` if that takes longer than the time limit."""
+        try:
+            async with asyncio.timeout(self.timeout):
+                await self._serving.wait()
+        except TimeoutError:
+            why = f" (it died: {self._reason})" if self._reason else ""
+            raise ScoreError(f"{self.name} was not ready within {self.timeout:g} s{why}") from None
+        assert self._hub is not None
+        return self._hub
+
+    async def ask(self, message: Message, reply: type[M]) -> M:
+        """Ask a question and return its answer.
+
+        Raises `ScoreError` if the process dies, takes longer than the time limit or answers with an error.
+        """
+        hub = await self.ready()
+        try:
+            return await hub.request(self.name, message, reply, timeout=self.timeout)
+        except PeerDied as error:
+            raise ScoreError(f"{self.name} died: {error.reason}") from error
+        except DeadlineError:
+            raise ScoreError(f"{self.name} took more than {self.timeout:g} s") from None
+        except ChannelError as error:
+            raise ScoreError(str(error)) from error
+
+    async def tell(self, message: Message) -> None:
+        """Send a message that needs no answer. It comes after earlier ones, and is dropped if the process is gone."""
+        if self._hub is not None and self._serving.is_set():
+            try:
+                await self._hub.send(self.name, message)
+            except PeerDied:
+                return
+
+
+class ModelEngine(ModelProcess):
+    """The process of a scorer whose model is served by an engine of ours."""
+
+    _engine: RemoteEngine | None = None
+
+    def connect(self, hub: Hub) -> None:
+        """See `ModelProcess.connect`."""
+        self._engine = RemoteEngine(hub, self.name, load_deadline=self.timeout, token_deadline=self.timeout)
+        super().connect(hub)
+
+    async def engine(self) -> RemoteEngine:
+        """Return the engine, as soon as it serves. Raises `ScoreError` if that takes longer than the time limit."""
+        await self.ready()
+        assert self._engine is not None
+        return self._engine
+
+    def hear(self, message: Message) -> None:
+        """Hand new tokens to the requests that wait for them."""
+        if self._engine is not None and isinstance(message, Deltas):
+            self._engine.deliver(message.deltas)
+
+    def lost(self, reason: str) -> None:
+        """See `ModelProcess.lost`."""
+        super().lost(reason)
+        if self._engine is not None:
+            self._engine.lost(f"{self.name} died: {reason}")
+
+    def back(self) -> None:
+        """See `ModelProcess.back`."""
+        if self._engine is not None:
+            self._engine.back()
+        super().back()
