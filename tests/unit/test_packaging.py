@@ -33,7 +33,8 @@ def test_every_example_is_packaged() -> None:
                 target.removeprefix("share/headrace/")
             }
             named |= set(files)
-    made = {ROOT / "examples/smollm2/model", *ROOT.glob("examples/**/__pycache__"), *ROOT.glob("examples/**/.*")}
+    made = {ROOT / "examples/smollm2/model", ROOT / "examples/steps/reward_model"}
+    made |= {*ROOT.glob("examples/**/__pycache__"), *ROOT.glob("examples/**/.*")}
     found = {file for file in ROOT.glob("examples/**/*") if file.is_file()}
     assert named == {file for file in found if file not in made and not made & set(file.parents)}
 

@@ -278,6 +278,11 @@ class JournalReader:
             assert rollout is not None
             yield rollout
 
+    def newest(self, groups: int) -> Iterator[Rollout]:
+        """Yield the trained rollouts of the last groups: of ids that are at most `groups` - 1 below the largest one."""
+        last = "SELECT MAX(group_id) FROM rollouts WHERE state = 'trained'"
+        return self.rollouts(f"state = 'trained' AND group_id > ({last}) - ?", groups)
+
     def tokens(self, record: RolloutRecord) -> Rollout | None:
         """Return a rollout with its tokens; None if its tokens were not kept, or are not there yet."""
         if record.segment is None:

@@ -15,8 +15,8 @@ Row = dict[str, Any]
 
 MOST_ROLLOUTS = 6
 """The number of rollouts whose scores the report shows."""
-NEWEST = "state = 'trained' AND group_id > (SELECT MAX(group_id) - 4 FROM rollouts WHERE state = 'trained')"
-"""The rollouts among which the report looks for scores."""
+SEARCHED_GROUPS = 4
+"""The number of the newest trained groups among which the report looks for scores."""
 
 
 class ScoredRollout(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ def newest_scored(journal: JournalReader, load_chat: Callable[[], ChatFormat]) -
     """
     rollouts: list[Rollout] = []
     with suppress(HeadraceError):  # A segment may be damaged. The audit says so.
-        rollouts += [one for one in journal.rollouts(NEWEST) if has_components(as_rows(one))][-MOST_ROLLOUTS:]
+        rollouts += [one for one in journal.newest(SEARCHED_GROUPS) if has_components(as_rows(one))][-MOST_ROLLOUTS:]
     if not rollouts:
         return []
     chat = None

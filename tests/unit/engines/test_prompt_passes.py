@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -104,8 +105,8 @@ class FakePart:
         self.layers = [(torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16),) * 2]
         self._parameters = parameters
 
-    def parameters(self) -> list[Any]:
-        return [torch.empty(self._parameters, device="meta")]
+    def parameters(self) -> Iterator[Any]:
+        yield torch.empty(self._parameters, device="meta", dtype=torch.bfloat16)
 
     def upload(self, values: Any, into: torch.Tensor | None = None) -> torch.Tensor:
         sent = torch.from_numpy(values)
