@@ -218,9 +218,9 @@ class EngineConfig(Section, frozen=True):
     router_kernel: bool = False
     """GPU, compiled layers, mixtures of experts: let routers choose their experts by a kernel in place of torch's
     `topk`. The kernel was tested without a GPU only, and its gain is not measured yet."""
-    expert_kernels: bool = True
+    expert_kernels: bool = False
     """GPU: decode mixtures of experts with Headrace's own kernels, where they fit the model. `false` leaves the experts
-    to torch, to find out whether the kernels are at fault."""
+    to torch's grouped products."""
     threads: Processes = 1
     """The number of compute threads of each engine process (CPU)."""
     slots: Positive = 64
