@@ -50,6 +50,4 @@ def _chosen(model: Any, config: EngineConfig, max_length: int, weights: int) -> 
         stored = cache_dtype(config, next(model.parameters()).dtype)
         block = bytes_of_block(layer_shapes(model), config.block_size, stored.itemsize)
         cache = wanted_blocks(config, max_length) * block
-    return chosen_staging(
-        config.staging, weights, on_gpu=True, room=room, cache=cache, exact=bool(config.cache_tokens)
-    )
+    return chosen_staging(config.staging, weights, on_gpu=True, room=room, cache=cache, exact=bool(config.cache_tokens))
