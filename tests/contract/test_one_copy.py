@@ -89,6 +89,44 @@ def test_versions_are_proved_in_one_copy(trainer: Publishing, device: str, kv: s
         engine.stop()
 
 
+@pytest.mark.parametrize("interrupt", ["abort", "drain", "block"])
+def test_every_interrupt_goes_with_one_copy(trainer: Publishing, device: str, interrupt: str) -> None:
+    engine = Serving("full", interrupt, device=device, staging="none")
+    try:
+        assert engine.load(trainer.publish(1)).accepted
+        trainer.acknowledge(1)
+        engine.submit("r", 4000 if interrupt == "abort" else 60)
+        engine.go_on(1)
+        proof = engine.load(trainer.publish(2))
+        assert proof.accepted and engine.holds(2), proof.reason
+        first = engine.wait(lambda found: found["r"].finish is not None)["r"]
+        assert first.finish == ("aborted" if interrupt == "abort" else "length") and set(first.versions.tolist()) == {1}
+        engine.submit("r+", 20, np.concatenate([engine.prompts["r"], first.token_ids]))
+        rest = engine.wait(lambda found: "r+" in found and found["r+"].finish is not None)["r+"]
+        assert rest.finish == "length" and set(rest.versions.tolist()) == {2}
+        engine.check_answers()
+    finally:
+        engine.stop()
+
+
+@pytest.mark.parametrize("kv", ["recompute", "keep"], ids=["merged", "unmerged"])
+def test_adapters_are_proved_in_one_copy(transport: str, tmp_path: Path, device: str, kv: str) -> None:
+    trainer = Publishing(transport, "adapter", RUN_ID, tmp_path / "weights", device=device)
+    engine = Serving("adapter", kv=kv, device=device, staging="none")
+    try:
+        engine.submit("r", 4000)
+        for version in (1, 2):
+            proof = engine.load(trainer.publish(version))
+            assert proof.accepted and engine.holds(version), proof.reason
+            trainer.acknowledge(version)
+            engine.go_on(version)
+        engine.loop.abort().result(30)
+        engine.check_answers()
+    finally:
+        engine.stop()
+        trainer.close()
+
+
 def test_no_token_is_sampled_between_the_first_byte_and_the_proof(
     trainer: Publishing, engine: Serving, transport: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,7 @@ from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.engine import EmbeddedEngine, EngineLoop
 from headrace.engines.embedded.kv_cache import BlockPool
 from headrace.engines.embedded.setup import make_runner
-from headrace.errors import DeliveryError, HeadraceError
+from headrace.errors import DeliveryError, HeadraceError, UserError
 from headrace.models.loading import named_weights
 from headrace.observe.spans import SpanRecorder
 
@@ -234,7 +234,10 @@ def test_a_quarantined_engine_serves_nothing_until_a_later_version_is_proved(tra
     proof = core.swap(core.stage(wrong))
     assert not proof.accepted and proof.quarantined
     assert core.version == -1 and not core.has_work and core.step() == []
+    with pytest.raises(UserError, match="has no proved weights to score with"):
+        core.score(prompt)
     assert core.swap(core.stage(trainer.publish(2))).accepted
+    assert len(core.score(prompt)) == len(prompt) - 1
     delta = join(deltas + steps(core, 20))["r"]
     assert delta.versions.tolist() == [0] * 2 + [2] * 4
     trainer.check(prompt, delta)

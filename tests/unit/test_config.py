@@ -330,6 +330,10 @@ def test_values_that_cannot_go_together() -> None:
     for other in ("lora.rank=4", "delivery.send=delta", "engine.staging=none"):
         with pytest.raises(ConfigError, match=r'\[engine\] quantize = "fp8" does not go together with '):
             make_config(MINIMAL, ["engine.quantize=fp8", other])
+    for other in ("lora.serve=merged", 'lora.modules=["norm"]'):
+        with pytest.raises(ConfigError, match=r"\[engine\] fuse_projections does not go together with \[lora\]"):
+            make_config(MINIMAL, ["engine.fuse_projections=true", "lora.serve=unmerged", other])
+    make_config(MINIMAL, ["engine.fuse_projections=true", "lora.serve=unmerged"])
     with pytest.raises(ConfigError, match=r'\[engine\] kv_dtype: only engine kind "embedded" has it'):
         make_config(MINIMAL, ["engine.kv_dtype=fp8", "engine.kind=vllm", "engine.python=python"])
     with pytest.raises(ConfigError, match=r'quantize = "fp8" does not go together with kind = "vllm"'):

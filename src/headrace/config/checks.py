@@ -248,6 +248,11 @@ def _check_engine(config: Config) -> None:
         raise ConfigError('[engine] staging: only engine kind "embedded" has it')
     if engine.staging == "none" and (needed := needs_second_copy(config)):
         raise ConfigError(f'[engine] staging = "none" does not go together with {needed}, which needs a second copy')
+    if engine.fuse_projections and lora is not None and (lora.serve == "merged" or lora.modules):
+        # Fused parameters move to other addresses, and an adapter writes to the old ones.
+        raise ConfigError(
+            '[engine] fuse_projections does not go together with [lora], except with serve = "unmerged" and no modules'
+        )
     if engine.quantize != "none":
         _check_quantized(config)
     if engine.kv_dtype != "auto" and engine.kind != "embedded":

@@ -214,13 +214,14 @@ class EngineConfig(Section, frozen=True):
     """GPU: compile the model's layers when the engine starts. `docs/performance.md` says how long this takes."""
     fuse_projections: bool = False
     """GPU, compiled layers: compute queries, keys and values in one matrix product, and gate and up in another. The
-    parameters become views of one memory, under their own names. Layers with adapters stay as they are."""
+    parameters become views of one memory, under their own names. Layers with adapters stay as they are. It does not go
+    together with adapters that are merged, or that train modules in full."""
     router_kernel: bool = False
     """GPU, compiled layers, mixtures of experts: let routers choose their experts by a kernel in place of torch's
     `topk`. The kernel was tested without a GPU only, and its gain is not measured yet."""
-    expert_kernels: bool = True
+    expert_kernels: bool = False
     """GPU: decode mixtures of experts with Headrace's own kernels, where they fit the model. `false` leaves the experts
-    to torch, to find out whether the kernels are at fault."""
+    to torch's grouped products."""
     threads: Processes = 1
     """The number of compute threads of each engine process (CPU)."""
     slots: Positive = 64

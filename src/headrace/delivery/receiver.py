@@ -497,8 +497,7 @@ class Receiver:
         weights = self._own(plan)
         assert self._memory is not None
         pack(self._memory.packed, plan.entries, self._live)
-        payload = published[manifest.payload[0].name].to(self._memory.packed.device)
-        apply(payload, self._memory.packed[: plan.nbytes])
+        apply(published[manifest.payload[0].name], self._memory.packed[: plan.nbytes])
         opened.verify(manifest.location, manifest.version)
         self._finish_staging()
         return weights

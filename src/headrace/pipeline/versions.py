@@ -297,6 +297,10 @@ class Deliveries:
         await self._waits.until(
             engine.name, lambda: "its proof to be recorded", lambda: self._answered.get(engine.name) is proof
         )
+        if proof.quarantined:
+            # It got these requests before its quarantine was known. Other engines resume them: the next version may
+            # need them, and this engine may have to wait for the next version.
+            await engine.abort()
         return proof
 
     async def _resend(self, manifest: Manifest) -> Manifest:

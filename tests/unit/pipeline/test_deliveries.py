@@ -131,8 +131,7 @@ class Rig:
 
     async def request(self, name: str) -> str:
         """The engine that serves a new request."""
-        sampling = Sampling(max_tokens=2)
-        async for _ in self.pool.generate(Request(id=name, token_ids=np.arange(4, dtype=np.int32), sampling=sampling)):
+        async for _ in self.pool.generate(ask(name)):
             pass
         return next(engine.name for engine in self.engines if name in engine.requests)
 
@@ -346,6 +345,30 @@ async def test_a_quarantined_engine_serves_again_once_all_weights_were_proved() 
         assert [(proof.engine, proof.quarantined) for proof in fleet.proofs if not proof.accepted] == [
             ("engine-1", True)
         ]
+
+
+async def test_requests_of_an_engine_that_stays_in_quarantine_end_and_can_be_resumed() -> None:
+    """The next version may need these requests, and the engine may have to wait for the next version."""
+    async with rig(2) as fleet:
+        await fleet.delivered(1)
+        well, sick = fleet.engines
+        for engine in fleet.engines:
+            engine.gate.clear()
+        requests = [fleet.pool.generate(ask(name)) for name in ("a", "b")]
+        ends = [asyncio.ensure_future(anext(each)) for each in requests]
+        await settle()
+        assert (well.requests, sick.requests) == (["a"], ["b"])
+        sick.script(2, "quarantine")
+        await fleet.delivered(2)
+        ended = await asyncio.wait_for(ends[1], 10)
+        assert ended.finish == "aborted" and not ends[0].done()
+        well.gate.set()
+        assert await fleet.request("b again") == "engine-0"
+        assert (await asyncio.wait_for(ends[0], 10)).finish != "aborted"
+
+
+def ask(request_id: str) -> Request:
+    return Request(id=request_id, token_ids=np.arange(4, dtype=np.int32), sampling=Sampling(max_tokens=2))
 
 
 @pytest.mark.parametrize("outcome", ["reject", "quarantine"])

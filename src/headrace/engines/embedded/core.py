@@ -289,12 +289,17 @@ class EngineCore:
         return self._receiver.quarantined
 
     def score(self, token_ids: Int32Array) -> Float32Array:
-        """Return the log-probabilities of tokens 1..n given their prefix, under the live weights ([n - 1])."""
+        """Return the log-probabilities of tokens 1..n given their prefix, under the live weights ([n - 1]).
+
+        Raises `UserError` in quarantine, because the live weights are then those of no version.
+        """
         if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < self._vocabulary:
             raise UserError(f"a token id to score is outside of the vocabulary of {self._vocabulary}")
         with self._runner.active():
             if self._unproved is not None:
                 self._ready += self._prove(self._unproved)
+            if self.quarantined and self._live == NO_VERSION:
+                raise UserError(f"{self.name} has no proved weights to score with")
             return self._runner.score(token_ids).result()
 
     def score_likeliest(

@@ -9,6 +9,7 @@ import torch
 from headrace.config.schema import EngineConfig
 from headrace.config.staging import StagingChoice, chosen_staging
 from headrace.engines.embedded.setup import cache_dtype, wanted_blocks
+from headrace.models.experts import prepare_experts
 
 
 def choose_staging(
@@ -42,13 +43,11 @@ def _chosen(model: Any, config: EngineConfig, max_length: int, weights: int) -> 
     # Imported here, because Triton is needed only with a GPU, and may be installed only there.
     from headrace.engines.embedded.device.state import bytes_of_block, free_bytes, layer_shapes
 
-    stored = cache_dtype(config, next(model.parameters()).dtype)
-    block = bytes_of_block(layer_shapes(model), config.block_size, stored.itemsize)
-    return chosen_staging(
-        config.staging,
-        weights,
-        on_gpu=True,
-        room=free_bytes(device, config.memory_fraction),
-        cache=wanted_blocks(config, max_length) * block,
-        exact=bool(config.cache_tokens),
-    )
+    room, cache = free_bytes(device, config.memory_fraction), 0
+    if config.cache_tokens or 2 * weights > room:
+        # Otherwise the size of the cache decides nothing, and the model need not run to tell it.
+        prepare_experts(model)
+        stored = cache_dtype(config, next(model.parameters()).dtype)
+        block = bytes_of_block(layer_shapes(model), config.block_size, stored.itemsize)
+        cache = wanted_blocks(config, max_length) * block
+    return chosen_staging(config.staging, weights, on_gpu=True, room=room, cache=cache, exact=bool(config.cache_tokens))
