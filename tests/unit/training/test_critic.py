@@ -14,6 +14,7 @@ from reference_loop import plain_model
 from safetensors.torch import load_file
 
 from headrace.algorithms.assemble import assemble
+from headrace.algorithms.credit import token_rewards
 from headrace.algorithms.losses.base import sums_to_go
 from headrace.algorithms.losses.critic import gae
 from headrace.config.schema import AlgorithmConfig, LoraConfig, TrainingConfig, WarmStartConfig
@@ -170,3 +171,14 @@ def test_rewards_of_tokens_by_hand():
     # The reward loses 0.4 x 5 / 4. Every trace is an episode, and earns it at its end.
     assert batch.rewards.tolist() == [0, 0, 0.5, 0.5, 0, 0.25, 0.5]
     assert not batch.advantages.any()
+
+
+def test_a_salvaged_beginning_keeps_what_it_earned():
+    salvaged = Trace.of_context(np.array([1], np.int32)).extended(
+        np.full(5, 7, np.int32), np.zeros(5), np.full(5, 3, np.int32), trained=True
+    )
+    salvaged.trained[1:3] = False
+    scores = [Score(value=0.5, level="step", start=1, end=3), Score(value=0.25, level="step", start=3, end=5)]
+    rollout = Rollout(id="0/0", index=0, traces=[salvaged], reward=1.0, ending="finished", scores=scores)
+    earned = token_rewards(rollout, 1.0, {})[0]
+    assert earned[salvaged.trained].tolist() == [0, 0.25, 1.0], "the score of the beginning is not theirs"
