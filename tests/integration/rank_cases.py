@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "training"))
 
-from random_models import AllDouble, in_minibatches, model_dir, random_batch, with_experts, with_rewards
+from random_models import AllDouble, in_minibatches, model_dir, random_batch, with_credit, with_experts, with_rewards
 
 from forked_processes import PROCESSES
 from headrace.channel.codec import encode
@@ -47,6 +47,8 @@ class Case(msgspec.Struct, frozen=True):
     steps_per_version: int = 1
     epochs: int = 0
     """How often two minibatches of each batch are trained; 0 leaves the batch whole."""
+    credit: bool = False
+    """Whether every token has an advantage of its own."""
 
 
 PLAIN = Case()
@@ -144,6 +146,8 @@ def _batch(step: int, case: Case) -> Batch:
     batch = msgspec.structs.replace(batch, version=-(-step // case.steps_per_version))
     if case.algorithm.critic:
         batch = with_rewards(batch)
+    if case.credit:
+        batch = with_credit(batch)
     return in_minibatches(batch, case.epochs) if case.epochs else batch
 
 

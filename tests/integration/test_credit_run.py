@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 from runs import QUICKSTART, headrace, small_settings
 
 import headrace as library
@@ -71,3 +74,45 @@ def test_a_critic_needs_no_group_and_is_resumed(tmp_path: Path) -> None:
     assert steps[0]["value"] == 0.0, "the head begins at zero"
     assert all(step["value"] != 0.0 for step in steps[1:]), "also after the resume"
     assert all(step["value_loss"] > 0 for step in steps)
+
+
+SEVERAL_UPDATES = (
+    "run.versions=3", "evaluate.prompts=0", "buffer.depth=0", "training.checkpoint_every=1", "pipeline.record=true",
+    "training.learning_rate=1e-3", "algorithm.critic=true", "algorithm.value_weight=0.1", "algorithm.minibatches=2",
+    "algorithm.epochs=2", "algorithm.loss=decoupled_ppo", "algorithm.proximal=recomputed",
+    "algorithm.entropy_target=10.0",
+)  # fmt: skip
+
+
+def versions(run: Path) -> list[tuple[int, str]]:
+    """The weights after each step, as they were published."""
+    with sqlite3.connect(run / "journal.db") as db:
+        return db.execute("SELECT DISTINCT step, digest FROM versions ORDER BY step").fetchall()
+
+
+@pytest.mark.slow
+def test_kills_in_mid_epoch_change_nothing_and_a_replay_gives_the_same(
+    tmp_path: Path, stop: Callable[..., Path]
+) -> None:
+    """A warm start makes two updates, and every step four: the third one of the second step never ends."""
+    straight = words(small_settings(tmp_path / "straight", *SEVERAL_UPDATES))
+    done = headrace("train", str(QUICKSTART), *straight)
+    assert done.returncode == 0, done.stderr
+    expected = versions(tmp_path / "straight" / "run")
+    assert len({digest for _, digest in expected}) == len(expected) == 4
+    for directory, victim in ((tmp_path / "trainer", "self"), (tmp_path / "all", "controller")):
+        stopped = stop("trainer", "headrace.training.trainer:accumulate", 2 + 4 + 3, victim)
+        stopped.unlink(missing_ok=True)
+        done = headrace("train", str(QUICKSTART), *words(small_settings(directory, *SEVERAL_UPDATES)))
+        assert stopped.exists()
+        run = directory / "run"
+        if victim == "controller":
+            assert done.returncode == -9
+            done = headrace("resume", str(run))
+        assert done.returncode == 0, done.stderr
+        assert versions(run) == expected, "the weights of an undisturbed run, to the bit"
+        summary = json.loads((run / "summary.json").read_text())
+        assert summary["ledger"]["trained"] == 3 * 4, "a group is consumed once"
+        assert [step["step"] for step in records(run)] == [1, 2, 3]
+        again = headrace("replay", str(run), "--json")
+        assert again.returncode == 0 and json.loads(again.stdout)["identical"], again.stdout + again.stderr

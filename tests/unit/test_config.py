@@ -297,6 +297,9 @@ def test_values_that_cannot_go_together() -> None:
         make_config(MINIMAL, ["algorithm.reward_kl=k1", "algorithm.loss=distillation", "algorithm.teacher=t"])
     with pytest.raises(ConfigError, match=r"\[algorithm\] entropy_rate: there is no entropy_target to follow"):
         make_config(MINIMAL, ["algorithm.entropy_rate=0.1"])
+    with pytest.raises(ConfigError, match=r"\[algorithm\] entropy_weight: 2 is above 1, the largest weight"):
+        make_config(MINIMAL, ["algorithm.entropy_target=1.0", "algorithm.entropy_weight=2.0"])
+    assert make_config(MINIMAL, ["algorithm.entropy_weight=2.0"])
     with pytest.raises(ConfigError, match=r"\[algorithm\] sequence_tis_low: 3.0 is above sequence_tis_high 2.0"):
         make_config(MINIMAL, ["algorithm.sequence_tis_low=3.0"])
     for key in ("gae_lambda=0.5", "critic_learning_rate=0.1", "value_weight=0.1"):

@@ -11,11 +11,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Literal
 
 import numpy as np
 
-from headrace.algorithms.advantages import FloatArray, advantages
+from headrace.algorithms.advantages import COMPARES, FloatArray, advantages
 from headrace.types import NO_VERSION, BoolArray, Rollout, Trace
 
 Of = Literal["rollout", "turn", "step", "token"]
@@ -30,7 +31,7 @@ class Credit:
     """What has an advantage of its own."""
     discount: float = 1.0
     baseline: Baseline = "position"
-    """Which segments of a group are compared with each other: all, or those that are alike (see `_likeness`)."""
+    """Which segments of a group are compared with each other: all, or those that are alike (see `_likenesses`)."""
     outcome_weight: float = 0.0
     """The weight of the advantage of the rollout's reward, which is added to the advantage of each segment."""
     scorers: Mapping[str, float] = field(default_factory=dict)
@@ -115,19 +116,21 @@ def token_advantages(
 def token_rewards(rollout: Rollout, reward: float, scorers: Mapping[str, float]) -> list[FloatArray]:
     """Return what every token of a rollout earns, for each trace: what a critic learns from.
 
-    A score that is finer than the rollout is earned by the last trained token that it is about, and the reward by the
-    last trained token of each trace: to a critic, every trace is an episode.
+    A score that is finer than the rollout is earned by the last sampled token that it is about, and the reward by the
+    last trained token of each trace: to a critic, every trace is an episode. What was earned by tokens that are only
+    kept as context stays with them: the trained tokens after them did not earn it.
     """
     found = []
     for number, trace in enumerate(rollout.traces):
         earned = np.zeros(len(trace), np.float64)
-        places = np.flatnonzero(trace.trained)
+        places = np.flatnonzero(_sampled(trace))
         if len(places):
             for score in rollout.scores:
                 if score.level != "rollout" and score.trace == number:
                     at = max(int(np.searchsorted(places, score.end - 1, side="right")) - 1, 0)
                     earned[places[at]] += scorers.get(score.scorer, 1.0) * score.value
-            earned[places[-1]] += reward
+        if trace.trained.any():
+            earned[np.flatnonzero(trace.trained)[-1]] += reward
         found.append(earned)
     return found
 
@@ -144,32 +147,48 @@ def _add_segments(
     for g, rollouts in enumerate(groups):
         for r, rollout in enumerate(rollouts):
             parts = segments(rollout, credit.of)
-            earned = returns(rollout, float(rewards[g][r]), parts, credit)
-            for number, (part, value) in enumerate(zip(parts, earned, strict=True)):
+            earned = returns(rollout, float(rewards[g][r]), parts, credit).tolist()
+            likenesses = _likenesses(rollout, parts, credit.baseline)
+            for part, value, likeness in zip(parts, earned, likenesses, strict=True):
                 place = tokens[g][r][part.trace][part.start : part.end]
-                likeness = _likeness(rollout.traces[part.trace], part, number, credit.baseline)
-                alike.setdefault((g, likeness), []).append((place, float(value)))
+                alike.setdefault((g, likeness), []).append((place, value))
+    if name in COMPARES:
+        # A segment that is compared with no other has advantage 0. There may be one such set for every token.
+        alike = {key: members for key, members in alike.items() if len(members) > 1}
     compared = [np.array([value for _, value in members], np.float64) for members in alike.values()]
     for members, values in zip(alike.values(), advantages(name, compared), strict=True):
         for (place, _), value in zip(members, values, strict=True):
             place += value
 
 
-def _likeness(trace: Trace, part: Segment, number: int, baseline: Baseline) -> object:
-    """Return a key that is equal for segments of a group that are compared with each other.
+def _likenesses(rollout: Rollout, parts: Sequence[Segment], baseline: Baseline) -> Sequence[object]:
+    """Return a key for each segment, which is equal for segments of a group that are compared with each other.
 
     `position`: segments with the same number in their rollouts. `state`: segments before which the same context was
     read, such as the same answer of an environment. `prefix`: segments before which everything was the same.
     """
     if baseline == "group":
-        return None
+        return [None] * len(parts)
     if baseline == "position":
-        return number
-    begin = 0
+        return range(len(parts))
     if baseline == "state":
-        earlier = np.flatnonzero(_sampled(trace)[: part.start])
-        begin = int(earlier[-1]) + 1 if len(earlier) else 0
-    return trace.token_ids[begin : part.start].tobytes()
+        return [_context_before(rollout.traces[part.trace], part.start) for part in parts]
+    found, trace, done = [], -1, 0
+    for part in parts:
+        if part.trace != trace:
+            read, trace, done = blake2b(digest_size=16), part.trace, 0
+        # A digest that goes on from segment to segment: whole prefixes would take memory by the square of the length.
+        read.update(rollout.traces[trace].token_ids[done : part.start].tobytes())
+        done = part.start
+        found.append(read.digest())
+    return found
+
+
+def _context_before(trace: Trace, start: int) -> bytes:
+    """Return the tokens between the last sampled token before this position and the position."""
+    earlier = np.flatnonzero(_sampled(trace)[:start])
+    begin = int(earlier[-1]) + 1 if len(earlier) else 0
+    return trace.token_ids[begin:start].tobytes()
 
 
 def _sampled(trace: Trace) -> BoolArray:

@@ -10,6 +10,10 @@ from headrace.config.teachers import TeacherKeys
 POLICY_LOSSES = Path(__file__).parents[1] / "algorithms" / "losses" / "policy"
 """The folder of the built-in losses. Its modules are listed, not imported, because they need torch."""
 
+MOST_ENTROPY_WEIGHT = 1.0
+"""The largest weight of an entropy bonus that follows a target. A target that cannot be reached would make it grow for
+ever."""
+
 LOSSES = Names(module.name for module in pkgutil.iter_modules([str(POLICY_LOSSES)]))
 
 
@@ -123,7 +127,7 @@ class AlgorithmConfig(TeacherKeys, frozen=True):
     epochs: Positive = 1
     """How often each minibatch of a batch is trained, within the step of the batch."""
     mask_overlong: bool = False
-    """Do not train answers that were cut at their length limit. Their rewards still count in the baseline of their
-    group."""
+    """Do not train answers that were cut at a limit, of their length or of their turns. Their rewards still count in
+    the baseline of their group."""
     normalize: Literal["token", "sequence", "constant"] = "token"
     """What the loss is averaged over: the step's tokens, its sequences, or `groups x group_size x max_tokens`."""

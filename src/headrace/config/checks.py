@@ -9,6 +9,7 @@ import ipaddress
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from headrace.config.algorithm import MOST_ENTROPY_WEIGHT
 from headrace.config.declared import (
     LossFacts,
     compares_answers,
@@ -229,12 +230,13 @@ def _check_shared_base(config: Config, lora: LoraConfig) -> None:
 
 
 def _check_engine(config: Config) -> None:
-    engine, lora, longest = config.engine, config.lora, config.rollouts.max_tokens
-    if engine.cache_tokens and engine.cache_tokens < longest + engine.block_size:
-        raise ConfigError(
-            f"[engine] cache_tokens: {engine.cache_tokens} cannot hold one answer of "
-            f"[rollouts] max_tokens = {longest} with its prompt"
-        )
+    engine, lora = config.engine, config.lora
+    for section, longest in config.longest_answers.items():
+        if engine.cache_tokens and engine.cache_tokens < longest + engine.block_size:
+            raise ConfigError(
+                f"[engine] cache_tokens: {engine.cache_tokens} cannot hold one answer of "
+                f"[{section}] max_tokens = {longest} with its prompt"
+            )
     if isinstance(engine.count, EngineRange):
         if engine.count.least > engine.count.most:
             raise ConfigError(f"[engine] count: least = {engine.count.least} is above most = {engine.count.most}")
@@ -427,6 +429,11 @@ def _check_ignored(algorithm: AlgorithmConfig) -> None:
         )
     if "entropy_rate" in changed and algorithm.entropy_target is None:
         raise ConfigError("[algorithm] entropy_rate: there is no entropy_target to follow (set it)")
+    if algorithm.entropy_target is not None and (algorithm.entropy_weight or 0.0) > MOST_ENTROPY_WEIGHT:
+        raise ConfigError(
+            f"[algorithm] entropy_weight: {algorithm.entropy_weight:g} is above {MOST_ENTROPY_WEIGHT:g}, the largest "
+            "weight of a bonus with an entropy_target"
+        )
     if algorithm.critic:
         for key in ("advantage", "credit"):
             if key in changed:

@@ -622,6 +622,12 @@ class Config(Section, frozen=True):
         return {"task": self.task}
 
     @property
+    def longest_answers(self) -> dict[str, int]:
+        """The `max_tokens` of training, and of each held-out set that has its own, by their sections."""
+        own = {f"evaluate.sets.{name}": one.max_tokens for name, one in self.evaluate.sets.items() if one.max_tokens}
+        return {"rollouts": self.rollouts.max_tokens} | own
+
+    @property
     def teachers(self) -> dict[str, TeacherConfig]:
         """The teachers outside of the trainer, by their names among the scorers."""
         return {name: one for name, one in self.scorers.items() if isinstance(one, TeacherConfig)}

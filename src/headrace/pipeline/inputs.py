@@ -135,13 +135,13 @@ def check_model(config: Config) -> ChatFormat:
     check_model_dir(path, config.model.weights, tokenizer=True)
     facts = model_facts(path, config.model.weights)
     longest = longest_sequence(config.engine.max_length, facts.max_positions)
-    wanted = config.rollouts.max_tokens
-    # The default is not a wish: a model with a shorter context gives shorter answers.
-    if wanted >= longest and wanted != RolloutsConfig().max_tokens:
-        raise ConfigError(
-            f"[rollouts] max_tokens: {wanted} leaves no room for a prompt under the longest "
-            f"sequence of {longest} tokens (that of the model, or [engine] max_length)"
-        )
+    for section, wanted in config.longest_answers.items():
+        # The default is not a wish: a model with a shorter context gives shorter answers.
+        if wanted >= longest and wanted != RolloutsConfig().max_tokens:
+            raise ConfigError(
+                f"[{section}] max_tokens: {wanted} leaves no room for a prompt under the longest "
+                f"sequence of {longest} tokens (that of the model, or [engine] max_length)"
+            )
     if (teacher := teacher_dir(config)) is not None:
         check_teacher(teacher, path, config.model.weights)
     chat = ChatFormat.load(path, config.model.chat_template)

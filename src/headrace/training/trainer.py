@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from headrace.algorithms.losses.base import Loss, TokenInputs, build_loss, given, imitation, with_entropy
+from headrace.config.algorithm import MOST_ENTROPY_WEIGHT
 from headrace.config.declared import needs
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
 from headrace.config.scorers import TeacherConfig
@@ -49,9 +50,6 @@ from headrace.types import NO_VERSION, Batch, Float32Array, Int32Array
 LOSS = "loss"
 PART = "loss/"
 """The beginning of the names of the components of the loss."""
-MOST_ENTROPY_WEIGHT = 1.0
-"""The largest weight of an entropy bonus that follows a target. A target that cannot be reached would make it grow for
-ever."""
 REROUTED = "rerouted"
 """The metric for forced routing: the share of layers, per trained token, in which the record changed the choice."""
 

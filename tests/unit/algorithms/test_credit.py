@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import statistics
+import tracemalloc
 
 import numpy as np
 import pytest
 
+from headrace.algorithms.advantages import ADVANTAGES
 from headrace.algorithms.assemble import assemble
 from headrace.algorithms.credit import Credit
 from headrace.config import make_config
 from headrace.pipeline.batches import credit_of, make_batch
 from headrace.types import NO_VERSION, Group, Prompt, Rollout, Score, Trace
+from plain_credit import plain_advantages, random_group
 
 MINIMAL = {"model": {"path": "m"}, "task": {"kind": "gym", "name": "spell_backward"}}
 FORTY = 40
@@ -137,81 +139,52 @@ def test_traces_follow_each_other_and_a_salvaged_beginning_is_part_of_its_turn()
     np.testing.assert_allclose(batch.advantages, [0, 0, -0.25, 0, 0.75, 0, 0.25, 0, -0.75], rtol=1e-6)
 
 
-def plain_advantages(groups, of, gamma, like, outcome, name):
-    """Token by token: (group, rollout, trace, position) -> advantage."""
-    found, sets, whole = {}, {}, {}
-    for g in groups:
-        for r in g.rollouts:
-            whole.setdefault(g.id, []).append(r.reward)
-            tokens = [
-                (t, i) for t, one in enumerate(r.traces) for i in range(len(one)) if one.versions[i] != NO_VERSION
-            ]
-            ends = {(s.trace, s.end - 1) for s in r.scores if s.level == "step"}
-            number, numbers = 0, {}
-            for place, (t, i) in enumerate(tokens):
-                numbers[t, i] = number
-                last = place + 1 == len(tokens) or tokens[place + 1] != (t, i + 1)
-                number += last or of == "token" or (of == "step" and (t, i) in ends)
-            earned = [0.0] * number
-            earned[-1] = r.reward
-            for s in r.scores:
-                earned[numbers[s.trace, s.end - 1]] += s.value
-            for (t, i), k in numbers.items():
-                value = sum(gamma ** (j - k) * earned[j] for j in range(k, number))
-                start = min(p for (u, p), n in numbers.items() if n == k and u == t)
-                ids = r.traces[t].token_ids.tolist()
-                key = {"group": 0, "position": k, "prefix": tuple(ids[:start])}.get(like)
-                sets.setdefault((g.id, key), {})[r.index, k] = value
-                found[g.id, r.index, t, i] = (key, k)
-    result = {}
-    for (g, r, t, i), (key, k) in found.items():
-        members = list(sets[g, key].values())
-        own = sets[g, key][r, k]
-        spread = statistics.pstdev(members) + 1e-6 if name == "grpo" else 1.0
-        centred = 0.0 if len(set(members)) == 1 else (own - statistics.fmean(members)) / spread
-        rewards = whole[g]
-        spread = statistics.pstdev(rewards) + 1e-6 if name == "grpo" else 1.0
-        result[g, r, t, i] = centred + outcome * (rewards[r] - statistics.fmean(rewards)) / spread
-    return result
-
-
-def random_group(rng, id):
-    made = []
-    for index in range(4):
-        traces = []
-        for _ in range(int(rng.integers(1, 3))):
-            parts = [[1]]
-            for _ in range(int(rng.integers(1, 4))):
-                parts += [rng.integers(10, 12, int(rng.integers(1, 6))).tolist(), [int(rng.integers(30, 32))]]
-            traces.append(trace(*parts[:-1]))
-        scores = []
-        for t, one in enumerate(traces):
-            for place in np.flatnonzero(one.versions != NO_VERSION):
-                if rng.random() < 0.4:
-                    level = rng.choice(["turn", "step", "token"])
-                    scores.append(step(float(rng.normal()), int(place) + 1, trace=t, level=str(level)))
-        made.append(rollout(index, traces, float(rng.normal()), scores))
-    return group(*made, id=id)
-
-
-@pytest.mark.parametrize("of", ["turn", "step", "token"])
-@pytest.mark.parametrize("like", ["group", "position", "prefix"])
+@pytest.mark.parametrize(
+    ("of", "like"),
+    [*((of, like) for of in ("turn", "step", "token") for like in ("group", "position", "prefix")), ("turn", "state")],
+)
 def test_a_plain_implementation(of, like):
+    """With several traces, salvaged beginnings, rollouts without a token, and groups in which only one has any."""
     rng = np.random.default_rng(7)
     for seed in range(FORTY):
-        groups = [random_group(rng, 1), random_group(rng, 2)]
+        groups = [random_group(rng, 1), random_group(rng, 2, size=2 + seed % 3)]
         gamma, outcome = [(1.0, 0.0), (0.7, 0.5)][seed % 2]
-        name = ["grpo", "dr_grpo"][seed // 2 % 2]
+        name = ["grpo", "dr_grpo", "rloo"][seed % 3]
         batch = batch_of(groups, Credit(of, gamma, like, outcome), name)
         expected = plain_advantages(groups, of, gamma, like, outcome, name)
         flat = [
-            expected.get((g.id, r.index, t, i), 0.0)
+            expected[g.id, r.index, t, i] if one.trained[i] else 0.0
             for g in groups
             for r in g.rollouts
             for t, one in enumerate(r.traces)
             for i in range(len(one))
         ]
         np.testing.assert_allclose(batch.advantages, flat, rtol=1e-5, atol=1e-5)
+
+
+def test_long_prefixes_take_little_memory():
+    """The prefixes of all tokens together would take 140 MB."""
+    answers = [rollout(index, [trace([1], list(range(6_000)))], float(index)) for index in range(2)]
+    tracemalloc.start()
+    try:
+        batch = batch_of([group(*answers)], Credit("token", baseline="prefix"))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 25e6
+    assert set(batch.advantages[batch.trained].tolist()) == {-0.5, 0.5}, "both answers are the same tokens"
+
+
+def test_a_group_of_one_and_one_without_tokens():
+    """Nothing to compare: no advantage, and nothing that is not a number."""
+    empty = rollout(0, [trace([1])], 1.0)
+    for credit in (Credit(), Credit("turn"), Credit("step", baseline="group"), Credit("token", baseline="prefix")):
+        for name in ADVANTAGES:
+            if name != "reinforce_plus_plus":
+                alone = batch_of([group(rollout(0, [trace([1], [10, 11])], 1.0))], credit, name)
+                assert not alone.advantages.any() and alone.trained_tokens == 2
+            silent = batch_of([group(empty, rollout(1, [], 0.0))], credit, name)
+            assert silent.trained_tokens == 0 and not silent.weights.any()
 
 
 def test_without_finer_scores_a_discount_of_one_gives_the_outcome_to_every_turn():

@@ -64,6 +64,21 @@ def test_majority_at_k_by_hand(votes: str, k: int, expected: float) -> None:
     assert majority_at(voted(votes, "a"), k) == expected
 
 
+@given(some.text("abx", min_size=1, max_size=9), some.integers(1, 9))
+def test_majority_at_k_is_that_of_a_plain_count(votes: str, k: int) -> None:
+    """`x` is an answer that failed: it does not vote, and still takes a place in its block."""
+    k = min(k, len(votes))
+    wins, blocks = 0, 0
+    while (blocks + 1) * k <= len(votes):
+        block = votes[blocks * k : (blocks + 1) * k]
+        a, b = block.count("a"), block.count("b")
+        # Of equally many votes the one that came first counts.
+        wins += a > b or (a == b > 0 and block.index("a") < block.index("b"))
+        blocks += 1
+    said = [answer(each, float(each == "a"), "failed" if each == "x" else "finished") for each in votes]
+    assert majority_at(said, k) == pytest.approx(wins / blocks)
+
+
 def test_what_answers_vote_for_is_found_by_a_pattern() -> None:
     said = [answer("I think 4. So: 5", 1.0), answer("it is: 5", 1.0), answer("7", 0.0), answer("no idea: x", 0.0)]
     assert majority_at(said, 4, r": (\d)") == 1.0
@@ -95,6 +110,10 @@ def test_the_figures_are_means_over_prompts() -> None:
         ({"sets": {"hard": {"path": "a.jsonl", "pass_at": [4]}}}, "[evaluate.sets.hard] pass_at: 4 answers are needed"),
         ({"sets": {"hard": {"path": "a.jsonl", "topp": 4}}}, "[evaluate.sets.hard] unknown key 'topp' (did you"),
         ({"sets": {"hard": {"path": "a.jsonl", "top_p": 4}}}, "[evaluate.sets.hard] top_p: expected `float` <= 1.0"),
+        (
+            {"sets": {"hard": {"path": "a.jsonl", "max_tokens": 5000}}},
+            "[engine] cache_tokens: 4096 cannot hold one answer of [evaluate.sets.hard] max_tokens = 5000",
+        ),
         ({"sets": {"hard": {"path": "a.jsonl", "task": "x"}}}, "[evaluate.sets.hard] task: 'x' is not a task of this"),
         ({"sets": {"a.b": {"path": "a.jsonl"}}}, "[evaluate.sets] 'a.b': a name is made of letters"),
         ({"sets": 3}, "[evaluate.sets]: expected a section for each name"),
@@ -103,7 +122,9 @@ def test_the_figures_are_means_over_prompts() -> None:
 def test_mistakes_are_one_line(evaluate: dict[str, Any], line: str) -> None:
     task = {"kind": "dataset", "path": "train.jsonl", "reward": "m:f"}
     with pytest.raises(ConfigError) as caught:
-        make_config({"model": {"path": "m"}, "task": task, "evaluate": evaluate})
+        make_config(
+            {"model": {"path": "m"}, "task": task, "evaluate": evaluate, "engine": {"cache_tokens": 4096}},
+        )
     assert str(caught.value).startswith(line), str(caught.value)
 
 

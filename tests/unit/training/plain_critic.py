@@ -19,8 +19,9 @@ class PlainCritic:
         self.vector = torch.zeros(model.config.hidden_size, dtype=torch.float64, requires_grad=True)
         self.number = torch.zeros((), dtype=torch.float64, requires_grad=True)
         betas = training.beta1, training.beta2
-        matrices = [p for p in model.parameters() if p.ndim > 1]
-        vectors = [p for p in model.parameters() if p.ndim <= 1]
+        self.mine = [p for p in model.parameters() if p.requires_grad]
+        matrices = [p for p in self.mine if p.ndim > 1]
+        vectors = [p for p in self.mine if p.ndim <= 1]
         self.optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": training.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
             lr=training.learning_rate,
@@ -83,11 +84,11 @@ class PlainCritic:
         for minibatch in minibatches * batch.epochs:
             policy, error = self.losses(batch, minibatch)
             weight = self.algorithm.value_weight
-            mine = list(self.model.parameters())
-            for p, g in zip(mine, torch.autograd.grad(policy + weight * error, mine, retain_graph=True), strict=True):
+            found = torch.autograd.grad(policy + weight * error, self.mine, retain_graph=True)
+            for p, g in zip(self.mine, found, strict=True):
                 p.grad = g
             self.vector.grad, self.number.grad = torch.autograd.grad(error, [self.vector, self.number])
-            torch.nn.utils.clip_grad_norm_(mine, self.training.clip_norm)
+            torch.nn.utils.clip_grad_norm_(self.mine, self.training.clip_norm)
             self.optimizer.step()
             self.own.step()
             made.append(float((policy + weight * error).detach()))

@@ -160,6 +160,12 @@ def with_rewards(batch: Batch, seed: int = 0, constant: float | None = None) -> 
     return msgspec.structs.replace(batch, rewards=rewards.astype(np.float32), advantages=0 * batch.advantages)
 
 
+def with_credit(batch: Batch, seed: int = 0) -> Batch:
+    """The same batch with an advantage of its own for every trained token."""
+    drawn = np.random.default_rng(seed).normal(size=len(batch.trained))
+    return msgspec.structs.replace(batch, advantages=np.where(batch.trained, drawn, 0).astype(np.float32))
+
+
 def with_experts(batch: Batch, seed: int = 0, *, first_alike: bool = True) -> Batch:
     """Random experts for all trained tokens; the first ones of a group were drawn by one pass, or each by its own."""
     rng = np.random.default_rng(seed)

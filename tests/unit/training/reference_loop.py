@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -219,6 +220,7 @@ def reference_losses(
     objective = ""
     policy_steps = 0
     version: int | None = None
+    bonus = algorithm.entropy_weight or 0.0
     for batch in batches:
         if batch.objective != objective:
             matrices = [p for p in model.parameters() if p.ndim > 1]
@@ -237,8 +239,12 @@ def reference_losses(
         if batch.version != version:
             others["proximal"], version = copy.deepcopy(model), batch.version
         minibatches = [None] if batch.minibatches is None else sorted(set(batch.minibatches.tolist()))
-        made = []
+        made, spread = [], []
+        if algorithm.entropy_target is not None:
+            algorithm = msgspec.structs.replace(algorithm, entropy_weight=bonus)
         for minibatch in minibatches * batch.epochs:
+            if algorithm.entropy_target is not None:
+                spread.append(mean_entropy(model, batch, minibatch))
             loss = batch_loss(model, batch, algorithm, others if objective == "policy" else None, minibatch)
             optimizer.zero_grad()
             loss.backward()
@@ -248,4 +254,21 @@ def reference_losses(
             optimizer.step()
             made.append(float(loss.detach()))
         losses.append(sum(made) / len(made))
+        if algorithm.entropy_target is not None and objective == "policy":
+            lacking = algorithm.entropy_target - sum(spread) / len(spread)
+            bonus = min(max(bonus + algorithm.entropy_rate * lacking, 0.0), 1.0)
     return losses
+
+
+def mean_entropy(model: Any, batch: Batch, minibatch: int | None) -> float:
+    """The mean entropy at the trained tokens of a batch or a minibatch."""
+    found = []
+    start = 0
+    for number, length in enumerate(batch.lengths.tolist()):
+        if minibatch is None or batch.minibatches[number] == minibatch:
+            tokens = torch.tensor(batch.token_ids[start : start + length].astype("int64"))
+            trained = torch.tensor(batch.trained[start + 1 : start + length])
+            with torch.no_grad():
+                found.append(token_readings(model, tokens, batch.temperature, [[]] * length)[1][trained])
+        start += length
+    return float(torch.cat(found).mean())

@@ -8,16 +8,20 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
 from plain_critic import PlainCritic
 from random_models import AllDouble, in_minibatches, model_dir, random_batch, with_rewards
 from reference_loop import plain_model
 from safetensors.torch import load_file
 
 from headrace.algorithms.assemble import assemble
+from headrace.algorithms.credit import token_rewards
 from headrace.algorithms.losses.base import sums_to_go
 from headrace.algorithms.losses.critic import gae
 from headrace.config.schema import AlgorithmConfig, LoraConfig, TrainingConfig, WarmStartConfig
 from headrace.models.loading import load_model
+from headrace.models.lora import adapter_weights
 from headrace.training.checkpoints.saving import CRITIC_FILE
 from headrace.training.lora import TrainedAdapter
 from headrace.training.trainer import Trainer
@@ -139,14 +143,29 @@ def test_a_skipped_update_leaves_the_critic(tmp_path):
 
 
 def test_an_adapter_has_a_critic_too(tmp_path):
+    """Adapter and value head are those of plain peft, and the base is the reference that rewards pay for."""
     path = model_dir(tmp_path / "model")
-    model = load_model(path)
-    adapter = TrainedAdapter(model, LoraConfig(rank=4), base=path, seed=0)
-    trainer = trainer_of(path, msgspec.structs.replace(CRITIC, value_weight=0.5), model=model, adapter=adapter)
-    first, second = (trainer.step(batch) for batch in work()[:2])
-    assert first.metrics["value"] == 0.0 != second.metrics["value"]
+    algorithm = msgspec.structs.replace(CRITIC, value_weight=0.5, reward_kl="k1", reward_kl_weight=0.2)
+    model, peft = load_model(path, dtype="float64"), plain_model(path, dtype=torch.float64)
+    base = copy.deepcopy(peft)
+    adapter = TrainedAdapter(model, LoraConfig(rank=4, alpha=6.0, targets=["q_proj"]), base=path, seed=0)
+    model.double()
+    peft = get_peft_model(peft, PeftConfig(r=4, lora_alpha=6.0, target_modules=["q_proj"])).eval()
+    theirs = adapter_weights(peft)
+    for key, tensor in adapter.weights().items():
+        theirs[key].copy_(tensor)
+    trainer = trainer_of(path, algorithm, model=model, adapter=adapter)
+    plain = PlainCritic(peft, algorithm, TRAINING, reference=base)
+    with AllDouble():
+        reports = [trainer.step(batch) for batch in work(2)]
+        expected = [plain.step(batch) for batch in work(2)]
+    assert [report.loss for report in reports] == pytest.approx(expected, abs=1e-9)
+    assert any(".lora_B." in key and tensor.any() for key, tensor in trainer.weights().items())
+    for key, tensor in trainer.weights().items():
+        torch.testing.assert_close(tensor, theirs[key], rtol=0, atol=1e-8)
     saved = trainer.save(tmp_path / "checkpoints", source=path)
-    assert (saved / CRITIC_FILE).is_file()
+    head = load_file(saved / CRITIC_FILE)
+    torch.testing.assert_close(head["weight"][0], plain.vector.detach(), rtol=0, atol=1e-8)
     assert not any("head" in name and "lm_head" not in name for name in trainer.weights()), "it is not published"
 
 
@@ -170,3 +189,14 @@ def test_rewards_of_tokens_by_hand():
     # The reward loses 0.4 x 5 / 4. Every trace is an episode, and earns it at its end.
     assert batch.rewards.tolist() == [0, 0, 0.5, 0.5, 0, 0.25, 0.5]
     assert not batch.advantages.any()
+
+
+def test_a_salvaged_beginning_keeps_what_it_earned():
+    salvaged = Trace.of_context(np.array([1], np.int32)).extended(
+        np.full(5, 7, np.int32), np.zeros(5), np.full(5, 3, np.int32), trained=True
+    )
+    salvaged.trained[1:3] = False
+    scores = [Score(value=0.5, level="step", start=1, end=3), Score(value=0.25, level="step", start=3, end=5)]
+    rollout = Rollout(id="0/0", index=0, traces=[salvaged], reward=1.0, ending="finished", scores=scores)
+    earned = token_rewards(rollout, 1.0, {})[0]
+    assert earned[salvaged.trained].tolist() == [0, 0.25, 1.0], "the score of the beginning is not theirs"

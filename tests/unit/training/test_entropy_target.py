@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from random_models import AllDouble, model_dir, random_batch
+from random_models import AllDouble, in_minibatches, model_dir, random_batch
 from reference_loop import plain_model, reference_losses
 
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
@@ -21,25 +21,25 @@ def trainer_of(path, algorithm=TARGET, dtype="float32", training=TRAINING):
     return Trainer(load_model(path, dtype=dtype), algorithm, training, total_steps=9, warm_start=warm_start)
 
 
-def test_the_weight_follows_the_entropy_as_the_formula_says(tmp_path):
-    """Every step equals a step of the plain loop with that step's weight."""
+@pytest.mark.parametrize("epochs", [0, 2])
+def test_the_plain_loop_exactly(tmp_path, epochs):
+    """The plain loop computes entropies and weights by itself: several micro-batches, and several updates in a step."""
     path = model_dir(tmp_path / "model")
     trainer, plain = trainer_of(path, dtype="float64"), plain_model(path, dtype=torch.float64)
-    weight = 0.02
+    batches = [random_batch(number, groups=4, step=number) for number in (1, 2, 3)]
+    batches = [in_minibatches(batch, epochs) for batch in batches] if epochs else batches
     with AllDouble():
-        for number in range(1, 4):
-            batch = random_batch(number, step=number)
-            report = trainer.step(batch)
-            assert report.metrics["entropy_weight"] == pytest.approx(weight, abs=1e-12)
-            # A new optimizer of the plain loop is that of the trainer only in its first step.
-            if number == 1:
-                algorithm = AlgorithmConfig(entropy_weight=weight)
-                expected = reference_losses(plain, [batch], algorithm, TRAINING, total_steps=9)
-                assert report.loss == pytest.approx(expected[0], abs=1e-9)
-                for name, parameter in plain.named_parameters():
-                    torch.testing.assert_close(trainer.weights()[name], parameter.detach(), rtol=0, atol=1e-9)
-            assert report.metrics["loss/entropy"] == pytest.approx(-weight * report.metrics["entropy"], rel=1e-6)
-            weight = min(1.0, max(0.0, weight + 0.05 * (3.0 - report.metrics["entropy"])))
+        reports = [trainer.step(batch) for batch in batches]
+        expected = reference_losses(plain, batches, TARGET, TRAINING, total_steps=9)
+    assert reports[0].micro_batches > 1
+    assert [report.loss for report in reports] == pytest.approx(expected, abs=1e-9)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(trainer.weights()[name], parameter.detach(), rtol=0, atol=1e-8)
+    weight = 0.02
+    for report in reports:
+        assert report.metrics["entropy_weight"] == pytest.approx(weight, abs=1e-12)
+        assert report.metrics["loss/entropy"] == pytest.approx(-weight * report.metrics["entropy"], rel=1e-6)
+        weight = min(1.0, max(0.0, weight + 0.05 * (3.0 - report.metrics["entropy"])))
 
 
 def test_the_weight_has_limits_and_a_skipped_step_leaves_it(tmp_path):

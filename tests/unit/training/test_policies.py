@@ -29,6 +29,13 @@ ALGORITHMS = {
     "k1": AlgorithmConfig(loss="grpo", kl="k1", kl_weight=0.5),
     "paid k1": AlgorithmConfig(loss="grpo", reward_kl="k1", reward_kl_weight=0.3),
     "paid k3": AlgorithmConfig(reward_kl="k3", reward_kl_weight=0.3, kl="k2", corrections=["sequence_tis"]),
+    "whole sequences": AlgorithmConfig(
+        loss="grpo",
+        corrections=["sequence_tis"],
+        sequence_tis_ratio="mean",
+        sequence_tis_low=0.9,
+        sequence_tis_high=1.3,
+    ),
     "recomputed": AlgorithmConfig(loss="decoupled_ppo", proximal="recomputed"),
     "distillation": AlgorithmConfig(loss="distillation", teacher="given"),
     "all": AlgorithmConfig(
