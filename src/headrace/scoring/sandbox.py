@@ -83,8 +83,8 @@ ALWAYS = (
 )
 """System calls that reach other processes or the system, and are refused to every program."""
 UNCOUNTED = ("memfd_create", "memfd_secret", "shmget", "semget", "msgget", "mq_open")
-"""System calls for memory that RLIMIT_AS does not count, or that outlives the program. Every program is told that they do
-not exist."""
+"""System calls for memory that RLIMIT_AS does not count, or that outlives the program. Every program is told that they
+do not exist."""
 CAPABILITY_VERSION = 0x20080522
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 SCOPE_SIGNAL = 2
