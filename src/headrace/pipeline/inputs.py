@@ -164,10 +164,11 @@ def _check_questions(scoring: Stage, task: Task) -> None:
     prompts = [
         each.train[0] for each in (task.tasks.values() if isinstance(task, Mixture) else [task]) if len(each.train)
     ]
-    for name, scorer in scoring.scorers.items():
-        for prompt in prompts if isinstance(scorer, Judge) else ():
+    judges = {name: scorer for name, scorer in scoring.scorers.items() if isinstance(scorer, Judge)}
+    for name, judge in judges.items():
+        for prompt in prompts:
             try:
-                scorer.question(prompt, "")
+                judge.question(prompt, "")
             except ScoreError as error:
                 raise ConfigError(f"[scorers.{name}] template: {error}") from error
 
