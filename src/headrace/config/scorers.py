@@ -19,6 +19,8 @@ from headrace.config.base import (
 )
 from headrace.errors import ConfigError
 
+OWN_VARIABLES = ("PATH", "HOME", "TMPDIR", "LANG")
+"""The environment variables that every program gets."""
 FUNCTION = "function"
 """The kind of a section that names none."""
 
@@ -189,6 +191,8 @@ ScorerConfig = FunctionScorerConfig | ProgramConfig | JudgeConfig | ProcessRewar
 
 def check_scorer(place: str, scorer: ScorerConfig) -> None:
     """Raise `ConfigError` if keys of the section at this place contradict each other."""
+    if isinstance(scorer, ProgramConfig):
+        _check_program(place, scorer)
     if isinstance(scorer, JudgeConfig):
         _check_judge(place, scorer)
     if isinstance(scorer, ProcessRewardConfig):
@@ -208,8 +212,7 @@ def _check_teacher(place: str, teacher: TeacherConfig) -> None:
             raise ConfigError(f"[{place}] {key}: only policy = {' or '.join(map(repr, kinds))} looks at it")
     if teacher.policy != "none" and teacher.dtype != "float32":
         raise ConfigError(f"[{place}] dtype: a teacher that follows the policy has its dtype, [model] dtype")
-    if teacher.url and urlsplit(teacher.url).scheme not in ("http", "https"):
-        raise ConfigError(f"[{place}] url: {teacher.url!r} is not a URL such as http://127.0.0.1:8000/v1")
+    _check_url(place, teacher.url)
     for key in ("served_model", "tokenizer"):
         if bool(teacher.url) != bool(getattr(teacher, key)):
             raise ConfigError(f"[{place}] {key}: it is given with url, and only with url")
@@ -220,8 +223,7 @@ def _check_teacher(place: str, teacher: TeacherConfig) -> None:
 def _check_judge(place: str, judge: JudgeConfig) -> None:
     if bool(judge.model) == bool(judge.url):
         raise ConfigError(f"[{place}] model: give the model of the judge, or the url of a server (one of the two)")
-    if judge.url and urlsplit(judge.url).scheme not in ("http", "https"):
-        raise ConfigError(f"[{place}] url: {judge.url!r} is not a URL such as http://127.0.0.1:8000/v1")
+    _check_url(place, judge.url)
     if judge.url and not judge.served_model:
         raise ConfigError(f"[{place}] served_model is required with url: the name that the server gives the model")
     if judge.pattern and judge.field:
@@ -232,6 +234,31 @@ def _check_judge(place: str, judge: JudgeConfig) -> None:
         raise ConfigError(f"[{place}] pattern: {judge.pattern!r} is not a regular expression: {error}") from error
     if judge.samples > 1 and not judge.temperature:
         raise ConfigError(f"[{place}] samples: {judge.samples} replies are all the same at temperature 0 (raise it)")
+
+
+def _check_url(place: str, url: str) -> None:
+    if not url:
+        return
+    try:
+        parts = urlsplit(url)
+        whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        whole = False
+    if not whole:
+        raise ConfigError(f"[{place}] url: {url!r} is not a URL such as http://127.0.0.1:8000/v1")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        # It is not shown: it would be written to the log.
+        raise ConfigError(f"[{place}] url: it holds more than an address; a key goes into the variable of api_key")
+
+
+def _check_program(place: str, program: ProgramConfig) -> None:
+    for name, value in program.environment.items():
+        if name in OWN_VARIABLES:
+            raise ConfigError(f"[{place}] environment: {name} is set by the sandbox")
+        if not name or "=" in name or "\0" in name + value:
+            raise ConfigError(f"[{place}] environment: {name!r} cannot be a variable with this value")
+    if "\0" in "".join(program.command):
+        raise ConfigError(f"[{place}] command: it holds a zero byte")
 
 
 def _check_process_reward(place: str, scorer: ProcessRewardConfig) -> None:

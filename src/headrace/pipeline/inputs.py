@@ -44,7 +44,7 @@ from headrace.gateway.agents import AgentTask as Agents
 from headrace.observe.prometheus import parse_address
 from headrace.observe.trackers.base import find_tracker
 from headrace.reference import call_factory, find_source, import_function, split_reference
-from headrace.scoring.base import Scorer, Stage
+from headrace.scoring.base import ScoreError, Scorer, Stage
 from headrace.scoring.functions import is_reward_function
 from headrace.scoring.judges import Judge, Template
 from headrace.scoring.model_process import ROLE, ModelEngine, ModelProcess
@@ -107,7 +107,9 @@ def check_inputs(config: Config, given: Given = NOTHING) -> tuple[ReadyTask, Cha
     chat = check_model(config)
     task = make_task(config, given)
     _check_template(chat, task)
-    return ReadyTask(task, make_stage(config, given), make_sets(config, task)), chat
+    scoring = make_stage(config, given)
+    _check_questions(scoring, task)
+    return ReadyTask(task, scoring, make_sets(config, task)), chat
 
 
 def make_sets(config: Config, task: Task) -> dict[str, list[Prompt]]:
@@ -155,6 +157,20 @@ def _check_template(chat: ChatFormat, task: Task) -> None:
     for each in task.tasks.values() if isinstance(task, Mixture) else [task]:
         if not chat.has_template and len(each.train) and each.train[0].text is None:
             chat.open([{"role": "user", "content": ""}])
+
+
+def _check_questions(scoring: Stage, task: Task) -> None:
+    """Raise `ConfigError` if the template of a judge names a field that the first prompt does not have."""
+    prompts = [
+        each.train[0] for each in (task.tasks.values() if isinstance(task, Mixture) else [task]) if len(each.train)
+    ]
+    judges = {name: scorer for name, scorer in scoring.scorers.items() if isinstance(scorer, Judge)}
+    for name, judge in judges.items():
+        for prompt in prompts:
+            try:
+                judge.question(prompt, "")
+            except ScoreError as error:
+                raise ConfigError(f"[scorers.{name}] template: {error}") from error
 
 
 def check_extensions(config: Config) -> None:
@@ -376,8 +392,7 @@ def _process_reward(config: Config, name: str, section: ProcessRewardConfig) -> 
         whole=section.whole,
         cancel_below=section.cancel_below,
         streaming=section.when == "step",
-        concurrency=section.concurrency,
-        retries=section.retries,
+        limits=section,
     )
 
 
@@ -409,7 +424,8 @@ def _teacher(config: Config, name: str, section: TeacherConfig) -> Teacher:
 
 def _api_key(section: str, variable: str) -> str:
     """Return the API key in this environment variable; empty if no variable is named. Raises `ConfigError`."""
-    key = os.environ.get(variable, "") if variable else ""
+    # A key that was read from a file often ends with a line break, which no header may hold.
+    key = os.environ.get(variable, "").strip() if variable else ""
     if variable and not key:
         raise ConfigError(f"[{section}] api_key: the environment variable {variable!r} is not set")
     return key

@@ -493,6 +493,11 @@ class RunSession:
                 self.progress.note(f"{gateway.name} has not answered for {limit / 2:g} s: it is ended")
                 gateway.lost("it did not answer")
                 fleet.kill(gateway.name)
+            for scorer in controller.parts.scoring.processes.values():
+                if scorer.hangs:
+                    self.progress.note(f"{scorer.name} has answered no question in time: it is ended")
+                    scorer.lost("it did not answer")
+                    fleet.kill(scorer.name)
             if not self.run_dir.journal.is_file():
                 raise UserError(f"{self.run_dir.path}, the directory of the run, is gone: the run ends")
             self._write_status(controller.status(fleet.phases))

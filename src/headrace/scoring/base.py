@@ -27,6 +27,7 @@ import msgspec
 from headrace.channel.codec import Message
 from headrace.channel.hub import Hub
 from headrace.delivery.base import Manifest, Proof
+from headrace.errors import ConfigError, HeadraceError
 from headrace.reference import describe
 from headrace.types import Float64Array, Int32Array, Level, Prompt, Rollout, Score, Trace
 
@@ -135,6 +136,10 @@ class ScorerProcess(Protocol):
 
     name: str
     """The name of the process: `scorer-0`, `scorer-1`, ..."""
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the process should be ended and restarted, because it lives but answers nothing."""
 
     def connect(self, hub: Hub) -> None:
         """Use this hub from now on. The process is ready."""
@@ -280,17 +285,20 @@ class Stage:
         """Start every scorer. Raises `ConfigError`. After an error, no scorer is left open."""
         async with AsyncExitStack() as unless_started:
             unless_started.push_async_callback(self.close)
-            for scorer in self.scorers.values():
-                await scorer.start()
+            for name, scorer in self.scorers.items():
+                await _started(name, scorer)
             if self._teachers is not None:
                 await self._teachers.start()
             unless_started.pop_all()
 
     async def close(self) -> None:
-        """Close every scorer. Idempotent."""
-        await asyncio.gather(*(scorer.close() for scorer in self.scorers.values()))
+        """Close every scorer, whatever another one does meanwhile. Idempotent. Raises the first error of a scorer."""
+        closing = [asyncio.create_task(scorer.close(), name=f"close {name}") for name, scorer in self.scorers.items()]
         if self._teachers is not None:
-            await self._teachers.close()
+            closing.append(asyncio.create_task(self._teachers.close(), name="close the teachers"))
+        for error in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(error, BaseException):
+                raise error
 
     def span(self, span: Span) -> None:
         """Tell the scorers about tokens that have arrived."""
@@ -311,7 +319,14 @@ class Stage:
 
     def doomed(self, rollout_id: str) -> bool:
         """Return whether a scorer wants this rollout, which is being sampled, to end now."""
-        return any(scorer.doomed(rollout_id) for scorer in self._listeners.values())
+        for name, scorer in self._listeners.items():
+            try:
+                with _foreign(name):
+                    if scorer.doomed(rollout_id):
+                        return True
+            except ScoreError as error:
+                self._told[rollout_id] = self._told.get(rollout_id) or str(error)
+        return False
 
     def forget(self, rollout_id: str) -> None:
         """Tell the scorers that a rollout whose spans they have seen will not be scored. Idempotent."""
@@ -366,6 +381,8 @@ class Stage:
             return [score for name in judges for score in await self._ask(name, ended)]
         asked = [asyncio.create_task(self._ask(name, ended), name=f"{name}: {ended.rollout.id}") for name in judges]
         try:
+            # A task that is cancelled before its first step never runs, and its scorer would keep the rollout forever.
+            await asyncio.sleep(0)
             return [score for scores in await asyncio.gather(*asked) for score in scores]
         finally:
             for task in asked:
@@ -405,6 +422,16 @@ class Stage:
         if not math.isfinite(total):
             raise ScoreError(f"the reward is {total}, not a finite number")
         return total
+
+
+async def _started(name: str, scorer: Scorer) -> None:
+    try:
+        with _foreign(name):
+            await scorer.start()
+    except ScoreError as error:
+        if isinstance(error.__cause__, HeadraceError):
+            raise error.__cause__ from None
+        raise ConfigError(f"{error}, so it cannot be started") from error
 
 
 def _plain(name: str, version: str, score: Score, rollout: Rollout) -> Score:

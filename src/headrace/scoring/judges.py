@@ -6,12 +6,14 @@ Replies are foreign text. A reply without a number is left out. If fewer than ha
 comes in time, the rollout fails with a line that says why, and the run goes on.
 """
 
+import asyncio
 import hashlib
 import json
 import re
 import string
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -22,9 +24,10 @@ from headrace.scoring.asking import Asking, NoUseToRetry
 from headrace.scoring.base import Ended, ScoreError, Scorer, ScorerProcess, number
 from headrace.scoring.functions import Question
 from headrace.scoring.replies import Replies
-from headrace.types import Score
+from headrace.types import Prompt, Score
 
-NUMBER = r"-?\d+(?:\.\d+)?"
+NUMBER = r"(?:(?<![\w.])-)?(?:\d+(?:\.\d+)?|(?<![\w.])\.\d+)(?:[eE][+-]?\d+)?"
+"""A number in a text. A minus sign that follows a word or a number is a hyphen, as in "1-5"."""
 SHOWN = 80
 """How much of a reply without a number is shown, in characters."""
 LONGEST = 20_000
@@ -32,6 +35,14 @@ LONGEST = 20_000
 NOT_VERSION = {"weight", "concurrency", "timeout", "retries", "patience", "gpus", "memory_fraction", "threads", "cores",
                "slots", "cache", "api_key", "template"}  # fmt: skip
 """The keys of a section that do not change what a judge says."""
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A question that is under way, and the number of rollouts that wait for its answer."""
+
+    task: asyncio.Task[Score]
+    waiting: int = 0
 
 
 class Judge(Scorer):
@@ -53,8 +64,11 @@ class Judge(Scorer):
         self._config = config
         self._template = Template(template)
         self._replies = replies
-        self._asking = Asking(config)
-        self._known: OrderedDict[str, Score] = OrderedDict()
+        # The replies of an engine keep the time limit themselves: it counts from when the engine serves.
+        self._asking = Asking(config, timed=process is None)
+        self._known: OrderedDict[bytes, Score] = OrderedDict()
+        """The judgements that are remembered, by the digests of their questions."""
+        self._asked: dict[bytes, _Asked] = {}
         said = {key: getattr(config, key) for key in config.__struct_fields__ if key not in NOT_VERSION}
         about = msgspec.json.encode([said, template, weights])
         self.version = hashlib.blake2b(about, digest_size=6).hexdigest()
@@ -69,23 +83,44 @@ class Judge(Scorer):
 
     async def score(self, ended: Ended) -> list[Score]:
         """Return the judgement as a score. The same question is asked once, as far as judgements are remembered."""
-        prompt = ended.prompt
-        question = Question(
-            completion=ended.completion, messages=prompt.messages or [], text=prompt.text, data=prompt.data
-        )
-        asked = self._template.fill({**question.fields(), "prompt": prompt_text(question)})
-        if (known := self._known.get(asked)) is not None:
-            self._known.move_to_end(asked)
+        asked = self.question(ended.prompt, ended.completion)
+        if not self._config.cache:
+            return [await self._answer(asked)]
+        key = hashlib.blake2b(asked.encode(errors="surrogatepass"), digest_size=16).digest()
+        if (known := self._known.get(key)) is not None:
+            self._known.move_to_end(key)
             return [known]
+        score = self._known[key] = await self._shared(key, asked)
+        while len(self._known) > self._config.cache:
+            self._known.popitem(last=False)
+        return [score]
+
+    def question(self, prompt: Prompt, completion: str) -> str:
+        """Return the question about an answer. Raises `ScoreError` if the prompt lacks a field of the template."""
+        asked = Question(completion=completion, messages=prompt.messages or [], text=prompt.text, data=prompt.data)
+        return self._template.fill({**asked.fields(), "prompt": prompt_text(asked)})
+
+    async def _shared(self, key: bytes, asked: str) -> Score:
+        """Return the answer to a question that several rollouts may ask at the same time."""
+        open = self._asked.get(key)
+        if open is None:
+            open = self._asked[key] = _Asked(asyncio.create_task(self._answer(asked), name="ask a judge"))
+            # If all rollouts that wait for it are cancelled, nobody asks for its error.
+            open.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        open.waiting += 1
+        try:
+            return await asyncio.shield(open.task)
+        finally:
+            open.waiting -= 1
+            if not open.waiting:
+                open.task.cancel()
+                del self._asked[key]
+
+    async def _answer(self, asked: str) -> Score:
         messages = [{"role": "user", "content": asked}]
         if self._config.system is not None:
             messages.insert(0, {"role": "system", "content": self._config.system})
-        score = await self._asking.ask(lambda attempt: self._judge(messages, attempt))
-        if self._config.cache:
-            self._known[asked] = score
-            while len(self._known) > self._config.cache:
-                self._known.popitem(last=False)
-        return [score]
+        return await self._asking.ask(lambda attempt: self._judge(messages, attempt))
 
     async def _judge(self, messages: Sequence[Mapping[str, str]], attempt: int) -> Score:
         count = self._config.samples
@@ -109,10 +144,13 @@ class Template:
     def __init__(self, text: str) -> None:
         """Raises `ConfigError` if the text is not a template."""
         try:
-            self._parts = [(before, name) for before, name, _, _ in string.Formatter().parse(text)]
+            parts = list(string.Formatter().parse(text))
         except ValueError as error:
             raise ConfigError(f"it is not a template: {error} (write {{{{ and }}}} for braces)") from error
-        for _, name in self._parts:
+        self._parts = [(before, name) for before, name, _, _ in parts]
+        for _, name, form, conversion in parts:
+            if name is not None and (form or conversion):
+                raise ConfigError(f"it is not a template: {{{name}}} has a format (write {{{{ and }}}} for braces)")
             if name is not None and not name.isidentifier():
                 raise ConfigError(f"it is not a template: {{{name}}} names no field (write {{{{ and }}}} for braces)")
         if not any(name == "completion" for _, name in self._parts):

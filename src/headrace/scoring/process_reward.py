@@ -5,7 +5,8 @@
 A step goes to the model's process as soon as its marker has arrived, together with the steps of other rollouts that
 ended at about the same time. The process keeps the keys and values of every rollout, so only new tokens are sent and
 computed. A process that was restarted meanwhile asks for the whole rollout again. A rollout whose steps the process
-held when it died is sent again too, as often as `retries` says, and then fails.
+held when it died is sent again too, as often as `retries` says, and then fails. While the process is away, rollouts
+wait for `patience` seconds.
 """
 
 import asyncio
@@ -17,14 +18,19 @@ from typing import Literal
 
 import numpy as np
 
+from headrace.config.scorers import ServedScorerSection
 from headrace.engines.step_values import ForgetSteps, ReadSteps, StepAnswer, StepsRead, StepTokens
-from headrace.scoring.base import Ended, ScoreError, Scorer, Span
+from headrace.reference import describe
+from headrace.scoring.asking import FIRST_PAUSE, Unreachable
+from headrace.scoring.base import CLOSE_SECONDS, Ended, ScoreError, Scorer, Span
 from headrace.scoring.model_process import ModelProcess
 from headrace.scoring.steps import Step, StepCutter
 from headrace.types import Score, Trace
 
 GATHER_SECONDS = 0.003
 """The steps of rollouts that end within this time are sent together."""
+LIMITS = ServedScorerSection()
+CLOSED = "the scorer was closed"
 
 Whole = Literal["none", "last", "min", "mean", "product"]
 """How the scores of the steps become a score of the whole rollout."""
@@ -54,6 +60,12 @@ class _Reading:
     attempt: int = 0
     """How often everything was asked for again. Answers to earlier attempts are ignored."""
     failures: int = 0
+    away_since: float | None = None
+    """Since when the process is away; None if it was there the last time."""
+    told: bool = False
+    """Whether the process may hold keys and values of the trace."""
+    over: bool = False
+    """Whether nobody waits for verdicts any more."""
     error: str = ""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -77,12 +89,12 @@ class ProcessRewardScorer(Scorer):
         whole: Whole = "none",
         cancel_below: float = 0.0,
         streaming: bool = True,
-        concurrency: int = 32,
-        retries: int = 1,
+        limits: ServedScorerSection = LIMITS,
     ) -> None:
         """`markers` are the ids of the tokens that end a step. The model reads a `tag` after each of them, if given.
 
-        Without `streaming`, a rollout is judged after its last token, in one pass.
+        Without `streaming`, a rollout is judged after its last token, in one pass. Of the `limits`, `process` keeps the
+        timeout.
         """
         self.process = process
         self.step_token_ids = tuple(sorted(markers)) if streaming else ()
@@ -92,8 +104,7 @@ class ProcessRewardScorer(Scorer):
         self._whole = whole
         self._cancel_below = cancel_below
         self._streaming = streaming
-        self._concurrency = concurrency
-        self._retries = retries
+        self._limits = limits
         self._readings: dict[str, _Reading] = {}
         """The rollouts that are being sampled, by id."""
         self._due: dict[str, _Reading] = {}
@@ -101,9 +112,10 @@ class ProcessRewardScorer(Scorer):
         self._forgotten: list[str] = []
         """The keys of readings whose keys and values the process may free, and was not told yet."""
         self._timer: asyncio.TimerHandle | None = None
-        self._asking: set[asyncio.Task[None]] = set()
-        self._failure: BaseException | None = None
-        """The error, if there was one, that ended a question against all expectation."""
+        self._pause_ends = 0.0
+        """When steps are sent again after a failure, by the monotonic clock."""
+        self._asking: dict[asyncio.Task[None], list[_Reading]] = {}
+        """The questions that are under way, and what they are about."""
         self._closed = False
 
     def span(self, span: Span) -> None:
@@ -117,8 +129,6 @@ class ProcessRewardScorer(Scorer):
 
     async def score(self, ended: Ended) -> list[Score]:
         """Return a score for every step and, unless `whole` is "none", one for the rollout."""
-        if self._failure is not None:
-            raise self._failure
         rollout = ended.rollout
         streamed = self._readings.pop(rollout.id, None)
         readings = [] if streamed is None else [streamed]
@@ -167,10 +177,12 @@ class ProcessRewardScorer(Scorer):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        for reading in self._due.values():
+            self._end(reading, CLOSED)
         for task in self._asking:
             task.cancel()
         if self._asking:
-            await asyncio.wait(self._asking, timeout=self._process.timeout)
+            await asyncio.wait(set(self._asking), timeout=CLOSE_SECONDS)
 
     def _begin(self, key: str) -> _Reading:
         return _Reading(key, StepCutter(self._markers))
@@ -194,29 +206,38 @@ class ProcessRewardScorer(Scorer):
             self._ask_soon(reading)
 
     def _ask_soon(self, reading: _Reading) -> None:
+        if self._closed:
+            self._end(reading, CLOSED)
+            return
         self._due[reading.key] = reading
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(GATHER_SECONDS, self._send)
+        self._send_soon()
+
+    def _send_soon(self) -> None:
+        if self._timer is None and not self._closed:
+            wait = max(GATHER_SECONDS, self._pause_ends - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(wait, self._send)
 
     def _send(self) -> None:
         """Ask about all steps that are due, in one message, unless too many messages are under way."""
         self._timer = None
-        if len(self._asking) >= self._concurrency or not (self._due or self._forgotten):
+        if len(self._asking) >= self._limits.concurrency or not (self._due or self._forgotten):
             return
         # The tokens are taken now: more of them may come before the task begins.
         asked = [(reading, reading.attempt, self._growth(reading)) for reading in self._due.values()]
         self._due = {}
         forgotten, self._forgotten = self._forgotten, []
         task = asyncio.create_task(self._ask(asked, forgotten), name="steps for a reward model")
-        self._asking.add(task)
+        self._asking[task] = [reading for reading, *_ in asked]
         task.add_done_callback(self._answered)
 
     def _answered(self, task: asyncio.Task[None]) -> None:
-        self._asking.discard(task)
+        readings = self._asking.pop(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._failure = error  # The next `score` raises it.
-        elif not task.cancelled():
-            self._send()
+            # This is a bug. Its rollouts must fail all the same: without an error they would wait forever.
+            for reading in readings:
+                self._end(reading, f"{self._process.name}: {describe(error)}")
+        if self._due or self._forgotten:
+            self._send_soon()
 
     async def _ask(self, asked: list[tuple[_Reading, int, StepTokens]], forgotten: list[str]) -> None:
         """Ask about new steps of these readings, in these attempts, and note the answers, or why there are none."""
@@ -224,27 +245,40 @@ class ProcessRewardScorer(Scorer):
             await self._process.tell(ForgetSteps(rollouts=forgotten))
         if not asked:
             return
-        problem = "the scorer was closed"
+        problem = ScoreError(CLOSED)
         read: StepsRead | None = None
         try:
             read = await self._process.ask(ReadSteps(growths=[growth for *_, growth in asked]), StepsRead)
+            self._check(read, [growth for *_, growth in asked])
         except ScoreError as error:
-            problem = str(error)
+            read, problem = None, error
+            self._pause_ends = time.monotonic() + FIRST_PAUSE
         finally:
             now = time.monotonic()
             for number, (reading, attempt, _) in enumerate(asked):
-                if reading.attempt != attempt:
-                    continue
-                if read is None:
+                if reading.over:
+                    self._forget([reading])  # The process may have been told to forget it before it was told of it.
+                elif reading.attempt != attempt:
+                    continue  # Verdicts on later steps would be taken for those on the steps that are asked for again.
+                elif read is None:
                     self._failed(reading, problem)
                 else:
                     self._take(reading, read.answers[number], read.version, now)
+
+    def _check(self, read: StepsRead, growths: list[StepTokens]) -> None:
+        """Raise `ScoreError` if an answer does not fit its question."""
+        said = [
+            growth.wanted if one.missing or one.error else one.values
+            for one, growth in zip(read.answers, growths, strict=False)
+        ]
+        if [len(each) for each in said] != [len(growth.wanted) for growth in growths]:
+            raise ScoreError(f"{self._process.name} gave another number of verdicts than it was asked for")
 
     def _growth(self, reading: _Reading) -> StepTokens:
         """Return the tokens up to the last step that were not sent yet, and note that they are sent."""
         start, end = reading.sent, reading.places[-1] + 1
         wanted = [place - start for place in reading.places[reading.asked :]]
-        reading.sent, reading.asked = end, len(reading.places)
+        reading.sent, reading.asked, reading.told = end, len(reading.places), True
         return StepTokens(
             rollout=reading.key, start=start, token_ids=np.array(reading.tokens[start:end], np.int32), wanted=wanted
         )
@@ -253,19 +287,31 @@ class ProcessRewardScorer(Scorer):
         if answer.missing:
             self._again(reading)
             return
-        reading.error = answer.error
+        reading.away_since = None
+        if answer.error:
+            self._end(reading, answer.error)
+            return
         reading.values += answer.values
         reading.arrived += [now] * len(answer.values)
         reading.versions += [version] * len(answer.values)
         reading.changed.set()
 
-    def _failed(self, reading: _Reading, problem: str) -> None:
-        reading.failures += 1
-        if reading.failures <= self._retries and not self._closed:
+    def _failed(self, reading: _Reading, problem: ScoreError) -> None:
+        now, away = time.monotonic(), isinstance(problem, Unreachable)
+        if not away:
+            reading.away_since = None
+        elif reading.away_since is None:
+            reading.away_since = now
+        if reading.away_since is None or now - reading.away_since >= self._limits.patience:
+            reading.failures += 1
+        if reading.failures <= self._limits.retries and not self._closed:
             self._again(reading)
         else:
-            reading.error = problem
-            reading.changed.set()
+            self._end(reading, str(problem))
+
+    def _end(self, reading: _Reading, error: str) -> None:
+        reading.error = reading.error or error
+        reading.changed.set()
 
     def _again(self, reading: _Reading) -> None:
         """Ask again about all steps of a reading whose verdicts are not here, from its first token."""
@@ -283,11 +329,13 @@ class ProcessRewardScorer(Scorer):
 
     def _forget(self, readings: list[_Reading]) -> None:
         for reading in readings:
-            self._due.pop(reading.key, None)
-            if reading.sent:
+            reading.over = True
+            if self._due.get(reading.key) is reading:
+                del self._due[reading.key]
+            if reading.told:
                 self._forgotten.append(reading.key)
-        if self._forgotten and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(GATHER_SECONDS, self._send)
+        if self._forgotten:
+            self._send_soon()
 
     def _of_rollout(self, values: list[float]) -> float:
         """Return the score of a whole rollout whose steps have these scores. A rollout without steps scores 0."""

@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ async def run_program(config: ProgramConfig, asked: bytes) -> str:
     However this ends, no process of the program is left.
     """
     mark = f"{owner_mark()}.program-{next(_numbers)}"
-    with tempfile.TemporaryDirectory(prefix="headrace-program-", ignore_cleanup_errors=True) as directory:
+    async with _directory() as directory:
         settings = {
             "command": config.command,
             "memory": config.memory << 20,
@@ -135,6 +136,20 @@ async def run_program(config: ProgramConfig, asked: bytes) -> str:
     return printed.result().decode(errors="replace")
 
 
+@contextlib.asynccontextmanager
+async def _directory() -> AsyncIterator[str]:
+    """Yield an empty directory, which is removed afterwards. A program may leave so many files that this takes time."""
+    try:
+        made = tempfile.TemporaryDirectory(prefix="headrace-program-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise ScoreError(f"no directory can be made for the program: {error.strerror}") from error
+    try:
+        yield made.name
+    finally:
+        # The thread ends its work even if this task is cancelled meanwhile.
+        await asyncio.to_thread(made.cleanup)
+
+
 async def _feed(process: Process, asked: bytes) -> None:
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # The program need not read.
@@ -161,18 +176,21 @@ def _terminate(process: Process) -> None:
 
 
 async def _end(process: Process, mark: str) -> None:
-    """End the sandbox, which ends its program. If it does not, kill everything that has its mark."""
+    """End the sandbox, which ends its program. If it does not, kill everything below it, and what has its mark."""
     if process.returncode is not None:
         return
     _terminate(process)
-    try:
-        async with asyncio.timeout(END_SECONDS):
-            await _ended(process)
-    except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        end_marked(mark)
-        await _ended(process)
+    for kill in (True, False):
+        try:
+            async with asyncio.timeout(END_SECONDS):
+                await _ended(process)
+            return
+        except TimeoutError:
+            if kill:
+                for pid in (*sandbox.descendants(process.pid), process.pid):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                end_marked(mark)
 
 
 async def _ended(process: Process) -> None:

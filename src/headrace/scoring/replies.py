@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -64,6 +65,15 @@ class EngineReplies:
     async def sample(self, messages: Messages, count: int, seed: int) -> list[str]:
         """See `Replies.sample`. Replies to the same messages share the computation of their prompt."""
         engine = await self.process.engine()
+        asked, timeout = time.monotonic(), self.process.timeout
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._sample(engine, messages, count, seed)
+        except TimeoutError:
+            self.process.late(asked)
+            raise ScoreError(f"{self.process.name} took more than {timeout:g} s") from None
+
+    async def _sample(self, engine: RemoteEngine, messages: Messages, count: int, seed: int) -> list[str]:
         try:
             tokens = self._chat.open(messages)
         except HeadraceError as error:
@@ -98,8 +108,8 @@ class EngineReplies:
             async with closing_deltas(engine.generate(request)) as deltas:
                 async for delta in deltas:
                     tokens += delta.token_ids.tolist()
-                    if delta.finish == "failed":
-                        return ScoreError(one_line(delta.error))
+                    if delta.finish in ("failed", "aborted"):
+                        return ScoreError(one_line(delta.error) or f"{engine.name} ended the reply")
         except ChannelError as error:
             return ScoreError(one_line(str(error)))
         return self._chat.decode(np.asarray(tokens, np.int32))
@@ -124,7 +134,16 @@ class UrlReplies:
         await self._server.close()
 
     async def sample(self, messages: Messages, count: int, seed: int) -> list[str]:
-        """See `Replies.sample`. A server may give fewer replies than it was asked for, but must give one."""
+        """See `Replies.sample`. A server that gives fewer replies than it was asked for is asked for each other one."""
+        replies = (await self._ask(messages, count, seed))[:count]
+        others = [self._ask(messages, 1, seed + number) for number in range(len(replies), count)]
+        for found in await asyncio.gather(*others, return_exceptions=True):
+            if isinstance(found, BaseException):
+                raise found
+            replies += found[:1]
+        return replies
+
+    async def _ask(self, messages: Messages, count: int, seed: int) -> list[str]:
         url = self._server.url
         body: dict[str, Any] = {**self._settings, "messages": list(messages), "seed": seed}
         if count > 1:

@@ -8,10 +8,11 @@ Before the program begins, it gets its limits:
     network     seccomp refuses every socket, and io_uring, which could make one
     files       Landlock refuses to write outside of the working directory, and to signal other processes (Linux 5.13
                 and 6.12)
+    privileges  all capabilities are dropped: with them, root could raise its limits again
 
 None of these limits needs a privilege, and the program cannot take one off again: limits are inherited, and
 PR_SET_NO_NEW_PRIVS keeps set-user-ID programs from getting more rights. When the program ends, or this process is told
-to end by SIGTERM, everything that the program has started is killed.
+to end by SIGTERM or loses its owner, everything that the program has started is killed.
 
 Exit codes: that of the program, 128 + N if signal N killed it, and `REFUSED` if it could not be started.
 """
@@ -53,7 +54,8 @@ NUMBERS: dict[str, tuple[int, dict[str, int]]] = {
         {
             "socket": 41, "clone": 56, "fork": 57, "vfork": 58, "ptrace": 101, "mount": 165, "keyctl": 250,
             "unshare": 272, "setns": 308, "seccomp": 317, "process_vm_readv": 310, "process_vm_writev": 311, "bpf": 321,
-            "io_uring_setup": 425, "clone3": 435, "pidfd_getfd": 438,
+            "io_uring_setup": 425, "clone3": 435, "pidfd_getfd": 438, "shmget": 29, "semget": 64, "msgget": 68,
+            "mq_open": 240, "memfd_create": 319, "memfd_secret": 447,
         },
     ),
     "aarch64": (
@@ -62,7 +64,8 @@ NUMBERS: dict[str, tuple[int, dict[str, int]]] = {
             "socket": 198, "clone": 220, "ptrace": 117, "mount": 40, "keyctl": 219, "unshare": 97, "setns": 268,
             "seccomp": 277,
             "process_vm_readv": 270, "process_vm_writev": 271, "bpf": 280, "io_uring_setup": 425, "clone3": 435,
-            "pidfd_getfd": 438,
+            "pidfd_getfd": 438, "shmget": 194, "semget": 190, "msgget": 186, "mq_open": 180, "memfd_create": 279,
+            "memfd_secret": 447,
         },
     ),
 }  # fmt: skip
@@ -79,6 +82,10 @@ ALWAYS = (
     "pidfd_getfd",
 )
 """System calls that reach other processes or the system, and are refused to every program."""
+UNCOUNTED = ("memfd_create", "memfd_secret", "shmget", "semget", "msgget", "mq_open")
+"""System calls for memory that RLIMIT_AS does not count, or that outlives the program. Every program is told that they
+do not exist."""
+CAPABILITY_VERSION = 0x20080522
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 SCOPE_SIGNAL = 2
 
@@ -95,7 +102,8 @@ def filter_of(*, network: bool, several: bool) -> bytes:
     if machine == "x86_64":
         code += [(AT_LEAST, 0, 1, X32), (RETURN, 0, 0, KILL)]
     # A library that meets ENOSYS takes the older call, whose arguments a filter can read.
-    answers = dict.fromkeys(ALWAYS, ERRNO | EPERM) | dict.fromkeys(("io_uring_setup", "clone3"), ERRNO | ENOSYS)
+    answers = dict.fromkeys(ALWAYS, ERRNO | EPERM)
+    answers |= dict.fromkeys(("io_uring_setup", "clone3", *UNCOUNTED), ERRNO | ENOSYS)
     answers |= dict.fromkeys(("fork", "vfork"), fork)
     if not network:
         answers["socket"] = ERRNO | EPERM
@@ -163,8 +171,16 @@ def limit(settings: dict[str, Any]) -> int:
     ):
         resource.setrlimit(kind, (most, most))
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
+    drop_capabilities()
     keep_writes_inside(settings["directory"])
     return refuse_calls(network=settings["network"], several=settings["processes"] > 1)
+
+
+def drop_capabilities() -> None:
+    """Give up all capabilities. With PR_SET_NO_NEW_PRIVS, no program that root starts gets them back."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.capset(struct.pack("Ii", CAPABILITY_VERSION, 0), bytes(24)):
+        raise OSError(ctypes.get_errno(), f"capset: {os.strerror(ctypes.get_errno())}")
 
 
 def _prctl(option: int, *arguments: Any) -> None:
@@ -174,8 +190,8 @@ def _prctl(option: int, *arguments: Any) -> None:
         raise OSError(ctypes.get_errno(), f"prctl {option}: {os.strerror(ctypes.get_errno())}")
 
 
-def descendants() -> list[int]:
-    """Return the processes below this one that live, those that were left by their parents too."""
+def descendants(of: int) -> list[int]:
+    """Return the live processes below this one, and below a sandbox also those that were left by their parents."""
     parents: dict[int, int] = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -184,7 +200,7 @@ def descendants() -> list[int]:
             continue
         if state != "Z":
             parents[int(process.name)] = int(parent)
-    below, found = {os.getpid()}, list[int]()
+    below, found = {of}, list[int]()
     while new := [pid for pid, parent in parents.items() if parent in below and pid not in below]:
         below |= set(new)
         found += new
@@ -193,7 +209,7 @@ def descendants() -> list[int]:
 
 def end_all() -> None:
     """Kill every descendant. While this process reads no listener, no further one is forked."""
-    while left := descendants():
+    while left := descendants(os.getpid()):
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -225,12 +241,12 @@ def _answer_fork(listener: int, most: int) -> None:
     with suppress(OSError):  # Who asked may be gone.
         fcntl.ioctl(listener, RECEIVE, asked)
         [id] = struct.unpack_from("Q", asked)
-        before = len(descendants())
+        before = len(descendants(os.getpid()))
         error, flags = (0, GO_ON) if before < most else (-EAGAIN, 0)
         fcntl.ioctl(listener, SEND, struct.pack("QqiI", id, 0, error, flags))
         for _ in range(20 if flags else 0):
             # The next fork must count this one.
-            if len(descendants()) != before:
+            if len(descendants(os.getpid())) != before:
                 break
             time.sleep(0.001)
 
@@ -257,11 +273,12 @@ def main(settings: dict[str, Any]) -> NoReturn:
         end_all()
         os._exit(128 + signal.SIGTERM)
 
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Before the fork: from then on, this process may not end without its program.
+    signal.signal(signal.SIGTERM, end)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     heard, told = socket.socketpair()
     program = _start(settings, told)
-    signal.signal(signal.SIGTERM, end)
     told.close()
     if most > 1:
         _, found, _, _ = socket.recv_fds(heard, 1, 1)

@@ -38,6 +38,7 @@ class Server:
     def __init__(self, url: str, *, key: str, concurrency: int, longest: int = REPLY_BYTES) -> None:
         """`key` is the API key; empty if the server needs none. `longest` is the longest answer, in bytes."""
         self.url = url
+        self._key = key
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._concurrency = concurrency
         self._longest = longest
@@ -70,7 +71,9 @@ class Server:
         except (aiohttp.ClientError, OSError) as error:
             raise Unreachable(f"{self.url} cannot be reached: {one_line(describe(error), SHOWN)}") from error
         if response.status != HTTPStatus.OK:
-            why = one_line(text[: self._longest].decode(errors="replace"), SHOWN)
+            said = text[: self._longest].decode(errors="replace")
+            # A server may quote the key that it refuses, and this line goes to the ledger and to the log.
+            why = one_line(said.replace(self._key, "***") if self._key else said, SHOWN)
             failure = NoUseToRetry if response.status in REFUSED else ScoreError
             failure = Unreachable if response.status in BUSY else failure
             raise failure(f"{self.url} answered {response.status}: {why}")

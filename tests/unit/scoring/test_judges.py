@@ -1,5 +1,6 @@
 """Judges: what they ask, how replies become a number, and what happens to replies that are none."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from aiohttp.test_utils import TestServer
 from headrace.config import dump_config, load_config, make_config
 from headrace.config.scorers import JudgeConfig
 from headrace.errors import ConfigError, ModelError
-from headrace.pipeline.inputs import make_stage
+from headrace.pipeline.inputs import _api_key, check_inputs, make_stage
 from headrace.scoring.base import Ended, ScoreError, Turn
 from headrace.scoring.functions import Question
 from headrace.scoring.judges import Judge, Template, json_objects, prompt_text, read_number
@@ -39,6 +40,11 @@ def ended(completion: str, **data: Any) -> Ended:
     [
         ("I give it 3 of 10, no: 7.5", {}, 7.5),
         ("-2", {}, -2.0),
+        ("On a scale of 1-5", {}, 5.0),
+        ("Score: .5", {}, 0.5),
+        ("I would say...5.", {}, 5.0),
+        ("2.5e-1", {}, 0.25),
+        ("step-2", {}, 2.0),
         ("no number at all", {}, None),
         ("", {}, None),
         ("Score: 4/10", {"pattern": r"score: (\d+)"}, 4.0),
@@ -75,7 +81,19 @@ def test_a_template_is_filled_with_the_fields_of_the_prompt() -> None:
         Template(ASKED).fill({"prompt": "p", "completion": "c"})
 
 
-@pytest.mark.parametrize("text", ["{completion", "{completion}}", "{completion} {a.b}", "{completion} {}", "{prompt}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{completion",
+        "{completion}}",
+        "{completion} {a.b}",
+        "{completion} {}",
+        "{prompt}",
+        "{completion} Reply with {score: 1}",
+        '{completion} Reply with {"score": 1}',
+        "{completion!r}",
+    ],
+)
 def test_a_text_that_is_no_template_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         Template(text)
@@ -145,6 +163,17 @@ async def test_several_replies_become_one_number() -> None:
     assert score.value == 1.0
 
 
+async def test_a_server_that_gives_one_reply_at_a_time_is_asked_for_each() -> None:
+    async with judge(lambda body: [str(body["seed"])], samples=4, temperature=1.0) as (made, seen):
+        [score] = await made.score(ended("two"))
+    assert (score.value, score.metrics) == (1.5, {"spread": 3.0})
+    assert [body.get("n") for body in seen] == [4, None, None, None]
+    answers = iter([["1"], (500, "no memory")])
+    async with judge(lambda body: next(answers), samples=2, temperature=1.0, retries=0) as (made, _):
+        with pytest.raises(ScoreError, match="answered 500: no memory"):
+            await made.score(ended("two"))
+
+
 async def test_replies_without_a_number_fail_the_rollout_after_the_retries() -> None:
     async with judge(lambda body: ["good"], retries=3) as (made, seen):
         with pytest.raises(ScoreError, match=r"^the judge gave no number: 'good'$"):
@@ -163,6 +192,32 @@ async def test_the_same_question_is_asked_once_as_far_as_answers_are_remembered(
             await made.score(ended(completion))
     asked = [body["messages"][0]["content"].splitlines()[1] for body in seen]
     assert asked == ["Answer: a", "Answer: b", "Answer: c", "Answer: b"]
+
+
+async def test_a_question_that_is_under_way_is_not_asked_again() -> None:
+    async with judge(lambda body: ["7"]) as (made, seen):
+        first, *others = [asyncio.create_task(made.score(ended("a"))) for _ in range(4)]
+        await asyncio.sleep(0)
+        first.cancel()  # Others wait for its answer.
+        assert [[score.value for score in each] for each in await asyncio.gather(*others)] == [[7.0]] * 3
+        alone = asyncio.create_task(made.score(ended("b")))
+        await asyncio.sleep(0)
+        alone.cancel()
+        await asyncio.gather(alone, return_exceptions=True)
+        assert [score.value for score in await made.score(ended("b"))] == [7.0]
+    assert [body["messages"][0]["content"].splitlines()[1] for body in seen].count("Answer: a") == 1
+    async with judge(lambda body: (400, "no")) as (made, seen):
+        failed = await asyncio.gather(*(made.score(ended("a")) for _ in range(3)), return_exceptions=True)
+    assert len({str(error) for error in failed}) == len(seen) == 1
+    async with judge(lambda body: ["7"], cache=0) as (made, seen):
+        await asyncio.gather(*(made.score(ended("a")) for _ in range(3)))
+    assert len(seen) == 3
+
+
+async def test_a_key_that_a_server_quotes_is_not_shown() -> None:
+    async with judge(lambda body: (401, "Incorrect key: Bearer k")) as (made, _):
+        with pytest.raises(ScoreError, match=r"answered 401: Incorrect \*\*\*ey: Bearer \*\*\*$"):
+            await made.score(ended("two"))
 
 
 @pytest.mark.parametrize(
@@ -216,6 +271,11 @@ MODEL = {"path": str(Path(__file__).parents[3] / "examples/quickstart/model"), "
         ({"url": ""}, "[scorers.j] model: give the model of the judge, or the url of a server"),
         ({"model": "m"}, "[scorers.j] model: give the model of the judge, or the url of a server"),
         ({"url": "ftp://x"}, "[scorers.j] url: 'ftp://x' is not a URL"),
+        ({"url": "http://[x"}, "[scorers.j] url: 'http://[x' is not a URL"),
+        ({"url": "http://x:port/v1"}, "[scorers.j] url: 'http://x:port/v1' is not a URL"),
+        ({"url": "http:///v1"}, "[scorers.j] url: 'http:///v1' is not a URL"),
+        ({"url": "http://me:secret@x/v1"}, "[scorers.j] url: it holds more than an address; a key goes into"),
+        ({"url": "http://x/v1?key=secret"}, "[scorers.j] url: it holds more than an address; a key goes into"),
         ({"served_model": ""}, "[scorers.j] served_model is required with url"),
         ({"pattern": "("}, "[scorers.j] pattern: '(' is not a regular expression"),
         ({"pattern": "a", "field": "b"}, "[scorers.j] field: pattern is given too"),
@@ -232,6 +292,25 @@ def test_what_is_wrong_with_a_judge_is_one_line(change: dict[str, Any], line: st
         make_stage(make_config({"model": MODEL, "task": task, "scorers": {"j": section}}))
     assert str(caught.value).startswith(line), str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_template_with_a_field_that_no_prompt_has_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("".join(f'{{"prompt": "{n} + 1?", "answer": "{n + 1}"}}\n' for n in range(9)))
+    section = {"kind": "judge", "url": "http://x/v1", "served_model": "m", "template": "{completion} {anser}"}
+    raw = {
+        "model": MODEL,
+        "task": {"kind": "dataset", "path": str(tmp_path / "train.jsonl")},
+        "evaluate": {"prompts": 2},
+    }
+    line = r"^\[scorers.j\] template: the template wants 'anser', which this prompt does not have \(it has answer, "
+    with pytest.raises(ConfigError, match=line):
+        check_inputs(make_config({**raw, "scorers": {"j": section}}))
+    check_inputs(make_config({**raw, "scorers": {"j": {**section, "template": ASKED}}}))
+
+
+def test_the_key_of_a_server_may_end_with_a_line_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret\n")
+    assert _api_key("scorers.j", "JUDGE_KEY") == "secret"
 
 
 def test_a_section_survives_being_written_and_read(tmp_path: Path) -> None:

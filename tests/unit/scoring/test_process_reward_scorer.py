@@ -14,9 +14,13 @@ from transformers import LlamaConfig, LlamaForTokenClassification
 
 from headrace.channel.codec import Message
 from headrace.channel.worker_link import Incoming
+from headrace.config.scorers import ServedScorerSection
+from headrace.engines.embedded import process_reward as server_side
 from headrace.engines.embedded.process_reward import StepServer
 from headrace.engines.step_values import ForgetSteps, ReadSteps, StepTokens
 from headrace.models.process_reward import ProcessRewardModel, load_process_reward_model
+from headrace.scoring import process_reward as scorer_side
+from headrace.scoring.asking import Unreachable
 from headrace.scoring.base import Ended, ScoreError, Span, Stage
 from headrace.scoring.model_process import ModelProcess
 from headrace.scoring.process_reward import ProcessRewardScorer
@@ -47,6 +51,12 @@ class InThisProcess(ModelProcess):
         self.messages: list[ReadSteps] = []
         self.deaths = 0
         """The number of questions that it will not survive."""
+        self.away = 0
+        """The number of questions that do not reach it."""
+        self.lost_verdicts = 0
+        """The number of verdicts that its next answer lacks."""
+        self.gate: asyncio.Event | None = None
+        """Questions wait for this event before they reach it."""
         self.restart()
 
     def restart(self) -> None:
@@ -56,13 +66,19 @@ class InThisProcess(ModelProcess):
     async def ask(self, message: Message, reply: type) -> Message:  # type: ignore[override]
         assert isinstance(message, ReadSteps)
         self.messages.append(message)
-        await asyncio.sleep(0)
+        await (asyncio.sleep(0) if self.gate is None else self.gate.wait())
+        if self.away:
+            self.away -= 1
+            raise Unreachable("scorer-0 is not ready")
         if self.deaths:
             self.deaths -= 1
             self.restart()
             raise ScoreError("scorer-0 died: it was killed")
         self.server.take(Incoming(1, message))
         [(_, read)] = self.server.answer()
+        if self.lost_verdicts:
+            read.answers[0].values = read.answers[0].values[self.lost_verdicts :]
+            self.lost_verdicts = 0
         return read
 
     async def tell(self, message: Message) -> None:
@@ -203,7 +219,7 @@ async def test_a_process_that_was_restarted_reads_the_rollout_again(directory: P
 @pytest.mark.parametrize("deaths", [1, 2])
 async def test_steps_that_the_process_held_when_it_died_are_asked_for_again(directory: Path, deaths: int) -> None:
     process = InThisProcess(directory)
-    scorer = ProcessRewardScorer(process, [MARKER, OTHER_MARKER], retries=1)
+    scorer = ProcessRewardScorer(process, [MARKER, OTHER_MARKER])
     trace = example(6)
     process.deaths = deaths
     tell(scorer, "1/0", trace)
@@ -215,6 +231,71 @@ async def test_steps_that_the_process_held_when_it_died_are_asked_for_again(dire
         assert [str(error) for error in both] == ["scorer-0 died: it was killed"] * 2
         tell(scorer, "3/0", trace)  # Rollouts after that are scored again.
         assert found(await scorer.score(ended("3/0", trace))) == expected(directory, trace)
+
+
+async def test_rollouts_wait_for_a_process_that_is_away(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scorer_side, "FIRST_PAUSE", 0.01)
+    process, trace = InThisProcess(directory), example(6)
+    process.away = 5
+    patient = ProcessRewardScorer(process, [MARKER, OTHER_MARKER], limits=ServedScorerSection(retries=0))
+    tell(patient, "1/0", trace)
+    assert found(await patient.score(ended("1/0", trace))) == expected(directory, trace)
+    process.away = 5
+    hasty = ProcessRewardScorer(process, [MARKER], limits=ServedScorerSection(retries=1, patience=0.0))
+    with pytest.raises(ScoreError, match=r"^scorer-0 is not ready$"):
+        await hasty.score(ended("2/0", trace))
+    assert process.away == 3
+
+
+async def test_an_answer_with_too_few_verdicts_is_asked_for_again(directory: Path) -> None:
+    process, trace = InThisProcess(directory), example(6)
+    for retries, lost in ((1, 1), (0, 2)):
+        scorer = ProcessRewardScorer(process, [MARKER, OTHER_MARKER], limits=ServedScorerSection(retries=retries))
+        process.lost_verdicts = lost
+        tell(scorer, f"{retries}/0", trace)
+        if retries:
+            assert found(await scorer.score(ended("1/0", trace))) == expected(directory, trace)
+        else:
+            with pytest.raises(ScoreError, match=r"^scorer-0 gave another number of verdicts than it was asked for$"):
+                await scorer.score(ended("0/0", trace))
+
+
+async def test_an_error_of_the_scorer_itself_fails_its_rollouts(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorer = ProcessRewardScorer(InThisProcess(directory), [MARKER])
+    monkeypatch.setattr(scorer, "_take", lambda *_: 1 / 0)
+    with pytest.raises(ScoreError, match=r"^scorer-0: ZeroDivisionError"):
+        await scorer.score(ended("1/0", trace_of([9, 8, 7, MARKER], 2)))
+
+
+async def test_a_rollout_that_was_given_up_while_the_process_was_away_is_freed(directory: Path) -> None:
+    process = InThisProcess(directory)
+    process.gate = asyncio.Event()
+    scorer = ProcessRewardScorer(process, [MARKER])
+    tell(scorer, "1/0", trace_of([9, 8, 7, MARKER], 2))
+    await asyncio.sleep(0.02)
+    scorer.forget("1/0")
+    await asyncio.sleep(0.02)  # The process is told to forget it, and then its tokens arrive.
+    process.gate.set()
+    await asyncio.sleep(0.02)
+    assert process.messages
+    assert process.model.rollouts == 0
+
+
+async def test_a_scorer_that_is_closed_lets_nobody_wait(directory: Path) -> None:
+    process, trace = InThisProcess(directory), trace_of([9, 8, 7, MARKER], 2)
+    process.gate = asyncio.Event()
+    scorer = ProcessRewardScorer(process, [MARKER], limits=ServedScorerSection(concurrency=1))
+    waiting = [asyncio.create_task(scorer.score(ended("1/0", trace)))]
+    await asyncio.sleep(0.02)  # Its question is under way.
+    waiting.append(asyncio.create_task(scorer.score(ended("2/0", trace))))
+    await asyncio.sleep(0.02)  # Its question waits for a place.
+    await scorer.close()
+    waiting.append(asyncio.create_task(scorer.score(ended("3/0", trace))))
+    async with asyncio.timeout(5):
+        errors = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [str(error) for error in errors] == ["the scorer was closed"] * 3
 
 
 async def test_a_rollout_that_the_model_cannot_read_fails_alone(directory: Path) -> None:
@@ -285,6 +366,23 @@ async def test_messages_are_joined_into_passes_of_so_many_rollouts(directory: Pa
         passes.append([incoming.request_id for incoming, _ in process.server.answer()])
     assert passes == [[1, 2], [3, 4], []]
     assert process.model.rollouts == 0
+
+
+@pytest.mark.parametrize(("slots", "tokens", "passes"), [(2, 100, [2, 2, 1]), (64, 7, [2, 2, 1]), (64, 1, [1] * 5)])
+async def test_one_message_with_many_rollouts_is_read_in_several_passes(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, slots: int, tokens: int, passes: list[int]
+) -> None:
+    monkeypatch.setattr(server_side, "PASS_TOKENS", tokens)
+    ids, found = np.array([9, 8, 7], np.int32), list[int]()
+    growths = [StepTokens(rollout=str(n), start=0, token_ids=ids, wanted=[2]) for n in range(5)]
+    process = InThisProcess(directory, slots)
+    grow = process.model.grow
+    monkeypatch.setattr(process.model, "grow", lambda given: found.append(len(given)) or grow(given))
+    process.server.take(Incoming(1, ReadSteps(growths=growths)))
+    [(_, read)] = process.server.answer()
+    assert found == passes
+    assert len({round(value, 5) for answer in read.answers for value in answer.values}) == 1
+    assert [len(answer.values) for answer in read.answers] == [1] * 5
 
 
 async def test_steps_of_one_rollout_that_wait_are_read_in_one_pass(directory: Path) -> None:

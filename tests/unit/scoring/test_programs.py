@@ -1,7 +1,10 @@
 """Programs as scorers, in real sandboxes: what they may do, and how they are stopped when they do more."""
 
 import asyncio
+import errno
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,9 +18,10 @@ from headrace.config import make_config
 from headrace.config.scorers import ProgramConfig
 from headrace.errors import ConfigError
 from headrace.pipeline.inputs import make_stage
+from headrace.scoring import programs
 from headrace.scoring.base import Ended, ScoreError, Turn
 from headrace.scoring.programs import Program
-from headrace.scoring.sandbox import landlock_version
+from headrace.scoring.sandbox import descendants, landlock_version
 from headrace.types import Prompt, Rollout, Score, Trace
 from waiting import until
 
@@ -124,6 +128,66 @@ async def test_a_program_that_eats_memory_is_stopped() -> None:
     assert (await judged("bytearray(256 << 20)\nprint(1)", memory=1024)).value == 1.0
 
 
+async def test_a_program_cannot_raise_its_limits_even_as_root() -> None:
+    raises = "import resource\nresource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))"
+    assert "not allowed to raise maximum limit" in await refused(raises)
+    assert (await judged("print(int(open('/proc/self/status').read().split('CapEff:')[1].split()[0], 16))")).value == 0
+
+
+@pytest.mark.parametrize(("number", "machine"), [(319, "x86_64"), (29, "x86_64"), (279, "aarch64"), (194, "aarch64")])
+async def test_memory_that_no_limit_counts_is_refused(number: int, machine: str) -> None:
+    asks = (
+        "import ctypes\nlibrary = ctypes.CDLL(None, use_errno=True)\n"
+        f"found = library.syscall({number}, b'x', 0, 0) if os.uname().machine == {machine!r} else -1\n"
+        "print(json.dumps({'reward': found, 'errno': ctypes.get_errno()}))"
+    )
+    score = await judged(asks)
+    assert score.value == -1
+    assert score.metrics["errno"] in (0, errno.ENOSYS)
+
+
+async def test_a_sandbox_that_does_not_end_is_killed_with_its_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "END_SECONDS", 0.5)
+    child = "if os.fork() == 0:\n    os.setsid()\n    os.execve('/bin/sleep', ['sleep', '60'], {})\ntime.sleep(60)"
+    running = asyncio.create_task(judged(child, processes=2))
+    await until(lambda: len(marked()) == 2)
+    sandbox_pid = min(map(int, marked()))
+    await until(lambda: len(descendants(sandbox_pid)) == 2)
+    below = descendants(sandbox_pid)
+    os.kill(sandbox_pid, signal.SIGSTOP)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    # The child has no mark and a session of its own.
+    await until(lambda: not any(_runs(pid) for pid in below))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_program_ends_with_its_owner(tmp_path: Path) -> None:
+    child = "import os, time\nif os.fork() == 0:\n    os.execve('/bin/sleep', ['sleep', '60'], {})\ntime.sleep(60)"
+    owner = (
+        "import asyncio, sys\nfrom headrace.config.scorers import ProgramConfig\n"
+        "from headrace.scoring.programs import run_program\n"
+        f"config = ProgramConfig(command=[sys.executable, '-S', '-c', {child!r}], processes=2, timeout=60.0)\n"
+        "asyncio.run(run_program(config, b''))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", owner], env={**os.environ, "TMPDIR": str(tmp_path)}) as process:
+        deadline = time.monotonic() + 20
+        while len(below := descendants(process.pid)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(below) == 3
+        process.kill()
+    while any(_runs(pid) for pid in below) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(_runs(pid) for pid in below)
+
+
 @pytest.mark.parametrize("family", ["AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK"])
 async def test_a_program_that_opens_a_socket_is_stopped(family: str) -> None:
     opens = f"import socket\nsocket.socket(socket.{family}, socket.SOCK_DGRAM)\nprint(1)"
@@ -167,6 +231,22 @@ async def test_what_cannot_run_is_found_before_the_run() -> None:
     with pytest.raises(ConfigError, match=r"^\[scorers.program\]: an empty program cannot run under these limits"):
         await Program(ProgramConfig(command=["true"], memory=1)).start()
     await Program(ProgramConfig(command=["true"])).start()
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"environment": {"PATH": "/x"}}, "[scorers.tests] environment: PATH is set by the sandbox"),
+        ({"environment": {"A=B": "x"}}, "[scorers.tests] environment: 'A=B' cannot be a variable with this value"),
+        ({"command": ["a\0b"]}, "[scorers.tests] command: it holds a zero byte"),
+    ],
+)
+def test_what_is_wrong_with_a_program_is_one_line(tmp_path: Path, keys: dict[str, Any], line: str) -> None:
+    section = {"kind": "program", "command": ["true"], **keys}
+    task = {"kind": "gym", "name": "spell_backward"}
+    with pytest.raises(ConfigError) as caught:
+        make_config({"model": {"path": "m"}, "task": task, "scorers": {"tests": section}}, base=tmp_path)
+    assert str(caught.value) == line
 
 
 def test_a_file_beside_the_toml_is_the_program(tmp_path: Path) -> None:

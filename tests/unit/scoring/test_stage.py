@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.errors import ConfigError
 from headrace.scoring.base import Ended, ScoreError, Scorer, Span, Stage, Turn
 from headrace.scoring.rewards import ThreadScorer
 from headrace.types import Prompt, Rollout, Score, Trace
@@ -205,7 +206,7 @@ async def test_all_scorers_are_started_and_closed() -> None:
     await stage.close()
     assert (good.state, bad.state) == ("started closed ", "started closed ")
     good.state, bad.version = "", "bad"
-    with pytest.raises(ValueError, match="no"):
+    with pytest.raises(ConfigError, match=r"^the scorer 'bad' raised ValueError: no"):
         await stage.start()
     assert good.state == "started closed ", "an error leaves none of them open"
 
@@ -225,3 +226,65 @@ def test_a_scorer_of_one_task_judges_only_its_answers() -> None:
     stage = alone
     assert of("tool", Score(value=0.5, scorer="environment")).reward == 0.5
     assert of("tool").reason == "the environment ended the episode without a reward"
+
+
+async def test_a_scorer_that_fails_when_it_is_asked_to_end_a_rollout_fails_that_rollout() -> None:
+    class Wrong(Scorer):
+        def span(self, span: Span) -> None:
+            pass
+
+        def doomed(self, rollout_id: str) -> bool:
+            raise KeyError(rollout_id)
+
+        async def score(self, ended: Ended) -> list[Score]:
+            return [Score(value=1.0)]
+
+    stage = Stage({"wrong": Wrong()})
+    assert not stage.doomed("1/0")
+    rollout = Rollout(id="1/0", index=0, traces=[], ending="finished")
+    failed = await stage.score(Ended(Prompt(id="p"), rollout, []))
+    assert failed.ending == "failed"
+    assert failed.reason.startswith("the scorer 'wrong' raised KeyError")
+
+
+async def test_all_scorers_close_if_one_of_them_fails_to() -> None:
+    closed = []
+
+    class Closing(Scorer):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def score(self, ended: Ended) -> list[Score]:
+            return []
+
+        async def close(self) -> None:
+            if self.name == "bad":
+                raise ValueError("no")
+            await asyncio.sleep(0.01)
+            closed.append(self.name)
+
+    with pytest.raises(ValueError, match="no"):
+        await Stage({name: Closing(name) for name in ("bad", "good")}).close()
+    assert closed == ["good"]
+
+
+async def test_every_scorer_is_asked_about_a_rollout_that_is_cancelled_at_once() -> None:
+    """A scorer that has seen tokens of a rollout keeps them until it is asked, even if that call is cancelled."""
+    asked = []
+
+    class Keeps(Scorer):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def score(self, ended: Ended) -> list[Score]:
+            asked.append(self.name)
+            await asyncio.sleep(60)
+            return []
+
+    stage = Stage({name: Keeps(name) for name in ("one", "two")})
+    rollout = Rollout(id="1/0", index=0, traces=[], ending="finished")
+    scoring = asyncio.create_task(stage.score(Ended(Prompt(id="p"), rollout, [])))
+    asyncio.get_running_loop().call_soon(asyncio.get_running_loop().call_soon, scoring.cancel)
+    with pytest.raises(asyncio.CancelledError):
+        await scoring
+    assert asked == ["one", "two"]

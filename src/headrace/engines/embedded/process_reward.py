@@ -21,14 +21,17 @@ from headrace.models.loading import choose_device, named_weights
 from headrace.models.process_reward import Growth, ProcessRewardModel, load_process_reward_model
 
 PASS_TOKENS = 8192
-"""The most tokens of one pass, unless a single message has more."""
+"""The most tokens of one pass, unless a single rollout has more."""
+
+Parts = list[tuple[StepAnswer, StepTokens]]
+"""Consecutive tokens of one rollout, with the answers to them."""
 
 
 class StepServer:
     """Answers messages about steps with one process-reward model."""
 
     def __init__(self, model: ProcessRewardModel, version: str, slots: int) -> None:
-        """`slots` is the number of rollouts that one pass may have, beyond which messages are not joined."""
+        """`slots` is the number of rollouts that one pass may have."""
         self._slots = slots
         self._model = model
         self._version = version
@@ -78,7 +81,7 @@ class StepServer:
 
     def _answers(self, growths: list[StepTokens]) -> list[StepAnswer]:
         answers = [StepAnswer() for _ in growths]
-        joined: dict[str, list[tuple[StepAnswer, StepTokens]]] = {}
+        joined: dict[str, Parts] = {}
         for answer, growth in zip(answers, growths, strict=True):
             if growth.start == 0:
                 self._model.forget(growth.rollout)
@@ -87,7 +90,7 @@ class StepServer:
             answer.missing = growth.start != known
             if not answer.missing:
                 parts.append((answer, growth))
-        readable: list[tuple[list[tuple[StepAnswer, StepTokens]], Growth]] = []
+        readable: list[tuple[Parts, Growth]] = []
         for parts in filter(None, joined.values()):
             whole = _joined([growth for _, growth in parts])
             error = self._model.refusal(whole)
@@ -95,12 +98,25 @@ class StepServer:
                 answer.error = error
             if not error:
                 readable.append((parts, whole))
-        if readable:
-            for (parts, _), values in zip(readable, self._model.grow([whole for _, whole in readable]), strict=True):
+        for together in self._passes(readable):
+            for (parts, _), values in zip(together, self._model.grow([whole for _, whole in together]), strict=True):
                 found = iter(values)
                 for answer, growth in parts:
                     answer.values = [next(found) for _ in growth.wanted]
         return answers
+
+    def _passes(self, readable: list[tuple[Parts, Growth]]) -> list[list[tuple[Parts, Growth]]]:
+        """Divide rollouts into passes. After a restart, one message may bring all rollouts from their first tokens."""
+        passes: list[list[tuple[Parts, Growth]]] = []
+        tokens = 0
+        for each in readable:
+            count = len(each[1].token_ids)
+            if not passes or len(passes[-1]) == self._slots or tokens + count > PASS_TOKENS:
+                passes.append([])
+                tokens = 0
+            passes[-1].append(each)
+            tokens += count
+        return passes
 
 
 def _joined(growths: list[StepTokens]) -> Growth:
