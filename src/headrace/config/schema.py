@@ -538,7 +538,8 @@ class PipelineConfig(Section, frozen=True):
     stays on this host, and forks on Linux where no GPU is used."""
     stall_seconds: PositiveFloat = 120.0
     """Seconds without any progress after which the run ends, with a report of who waits for whom. After half of this
-    time, an engine that has requests and sends no token is declared dead."""
+    time, an engine that has requests and sends no token is declared dead. The restart of a process, and a question to a
+    scorer, have limits of their own and do not count."""
     start_seconds: PositiveFloat = 300.0
     """Seconds in which every process must become ready."""
     one_gpu: Literal["turns", "slices", "mps"] = "turns"

@@ -479,8 +479,8 @@ class RunSession:
         turns = self.config.pipeline.one_gpu == "turns" or bool(workers.mps.missing)
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            if fleet.restarting:
-                controller.waits.moved()  # Each restart has its own deadline.
+            if fleet.restarting or controller.parts.scoring.asking:
+                controller.waits.moved()  # Each restart, and each question to a scorer, has its own deadline.
             if turns and fleet.phases.get(TRAINER) == "stepping":
                 # These may be waiting for their turn on the GPU, so that their silence is no fault.
                 for name in workers.beside_trainer:

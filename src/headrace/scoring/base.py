@@ -17,7 +17,7 @@ import asyncio
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, get_args
@@ -268,6 +268,9 @@ class Stage:
             self.processes |= {process.name: process for process in teachers.processes}
         self.listening = bool(self._listeners)
         """Whether any scorer wants spans."""
+        self.asking = 0
+        """The number of questions to scorers that keep their own deadlines, and to teachers, that are open now. Each of
+        them ends by itself, with an answer or a reason."""
         self._told: dict[str, str] = {}
         """The rollouts whose spans were sent to scorers, by id. The value is the first error that a scorer raised about
         a span; empty if there was none."""
@@ -367,10 +370,23 @@ class Stage:
         """Let the teacher score the rollout while scorers judge it. None if there is no teacher."""
         if self._teachers is None:
             return None
-        lesson = asyncio.create_task(self._teachers.teach(ended), name=f"teach {ended.rollout.id}")
+        lesson = asyncio.create_task(self._taught(self._teachers, ended), name=f"teach {ended.rollout.id}")
         # If a scorer fails first, the rollout has failed already, and nobody asks for this error.
         lesson.add_done_callback(lambda task: task.cancelled() or task.exception())
         return lesson
+
+    async def _taught(self, teachers: Teaching, ended: Ended) -> Taught:
+        with self._open():
+            return await teachers.teach(ended)
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """Count a question as open inside this context."""
+        self.asking += 1
+        try:
+            yield
+        finally:
+            self.asking -= 1
 
     async def _scores(self, ended: Ended, judges: Sequence[str]) -> list[Score]:
         if problem := self._told.get(ended.rollout.id):
@@ -395,7 +411,7 @@ class Stage:
         timeout = None if scorer.keeps_deadlines else self._timeout
         try:
             async with asyncio.timeout(timeout):
-                with _foreign(name):
+                with _foreign(name), self._open() if scorer.keeps_deadlines else nullcontext():
                     given = await scorer.score(ended)
         except TimeoutError:
             raise ScoreError(f"the scorer {name!r} took more than {timeout:g} s") from None
