@@ -79,7 +79,7 @@ class Controller:
         self.attempts = Attempts(parts.source, parts.window, parts.recorder, parts.config.buffer.filter)
         self.synchronous = parts.window.depth == 0
         self.deliveries = Deliveries(parts, self.versions)
-        self.teachers = TeacherVersions(parts.scoring, parts.trainer, parts.recorder)
+        self.teachers = TeacherVersions(parts.scoring, parts.trainer, parts.recorder, parts.processes)
         self.evaluations = Evaluations(parts, self.episodes, self.deliveries)
         trained = parts.checkpoint.step if parts.checkpoint.found else -self.config.warm_start.steps
         self.steps = Steps(parts.trainer, parts.waits, parts.stopping, trained)

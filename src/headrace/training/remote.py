@@ -151,7 +151,9 @@ class RemoteTrainer:
 
     async def teacher_answered(self, teacher: str, version: int) -> None:
         """See `TrainerHandle.teacher_answered`."""
-        await self._tell(TeacherAnswered(teacher=teacher, version=version))
+        # A trainer that was restarted publishes every teacher again, and expects no answers to earlier versions.
+        with suppress(PeerDied):
+            await self._tell(TeacherAnswered(teacher=teacher, version=version))
 
     async def save(self, version: int) -> Path:
         """See `TrainerHandle.save`."""
