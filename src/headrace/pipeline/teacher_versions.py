@@ -7,16 +7,18 @@ last one was answered, so training never waits for a teacher. A process that was
 again. A process that does not answer, or answers with an error instead of a proof, is ended, and supervision restarts
 it. A version that is refused is sent again, up to `ATTEMPTS` times in all. After that it is not used: the teacher keeps
 the version before it, or waits for the next one.
+
+At depth 0 the controller waits until the teachers of a version have answered, before groups begin under that version.
+So the teacher that scores a rollout does not depend on the speed of the processes.
 """
 
 import asyncio
+from collections.abc import Iterable
 
-from headrace.cluster.base import Processes
 from headrace.delivery.base import Manifest
 from headrace.errors import ChannelError, PeerDied
-from headrace.pipeline.recording import Recorder
-from headrace.scoring.base import MovingProcess, ScoreError, Stage
-from headrace.training.base import TrainerHandle
+from headrace.pipeline.parts import Parts
+from headrace.scoring.base import MovingProcess, ScoreError
 from headrace.types import NO_VERSION
 
 ATTEMPTS = 3
@@ -26,13 +28,27 @@ ATTEMPTS = 3
 class TeacherVersions:
     """The newest version of every teacher that follows the policy, and its way to the teacher's process."""
 
-    def __init__(self, scoring: Stage, trainer: TrainerHandle, recorder: Recorder, processes: Processes) -> None:
-        self._teachers = scoring.moving
-        self._trainer = trainer
-        self._recorder = recorder
-        self._processes = processes
+    def __init__(self, parts: Parts) -> None:
+        self._teachers = parts.scoring.moving
+        self._trainer = parts.trainer
+        self._recorder = parts.recorder
+        self._processes = parts.processes
+        self._waits = parts.waits
         self._newest: dict[str, Manifest] = {}
+        self._announced: dict[str, int] = {}
+        """The newest version of each teacher that the trainer publishes or has published."""
+        self._answered: dict[str, int] = {}
+        """The newest version of each teacher that its process has answered."""
         self._refreshing: set[str] = set()
+
+    def announced(self, version: int, teachers: Iterable[str]) -> None:
+        """Record that the trainer publishes these teachers under this version."""
+        self._announced |= dict.fromkeys(teachers, version)
+
+    @property
+    def unanswered(self) -> list[str]:
+        """The teachers whose newest version has no answer yet."""
+        return [one for one, version in self._announced.items() if self._answered.get(one, NO_VERSION) < version]
 
     def published(self, teacher: str, manifest: Manifest, tasks: asyncio.TaskGroup) -> None:
         """Bring this version to the teacher's process."""
@@ -59,6 +75,8 @@ class TeacherVersions:
                     return  # The version is brought again when the process is back.
                 answered = manifest
                 await self._trainer.teacher_answered(teacher, manifest.version)
+                self._answered[teacher] = manifest.version
+                self._waits.moved()
         finally:
             self._refreshing.discard(teacher)
 

@@ -49,6 +49,8 @@ class Published(Message):
     manifest: Manifest
     snapshot_seconds: float
     """The time for which publishing stopped the trainer."""
+    teachers: list[str] = []
+    """The teachers that follow the policy and are published under this version too; see `TeacherPublished`."""
 
 
 class Resend(Message):

@@ -483,19 +483,19 @@ class TrainerRole:
         if self.failure is not None:
             raise self.failure
         self.link.phase = "publishing"
+        versions = self.trainer.policy_steps // self.config.delivery.publish_every
+        due = [name for name, teacher in self.teachers.items() if teacher.due(versions)]
         with self.link.spans.span("publish"):
             future = self.publisher.publish(version, parent, self.trainer.policy_steps, self.trainer.weights(), canary)
         snapshot_seconds = self.publisher.last_snapshot_seconds
 
         def announce(manifest: Manifest) -> None:
             if self.publisher.announces:
-                self.link.send(remote.Published(manifest=manifest, snapshot_seconds=snapshot_seconds))
+                self.link.send(remote.Published(manifest=manifest, snapshot_seconds=snapshot_seconds, teachers=due))
 
         self._when_done(future, announce)
-        versions = self.trainer.policy_steps // self.config.delivery.publish_every
-        for teacher in self.teachers.values():
-            if teacher.due(versions):
-                self._publish_teacher(teacher, version)
+        for name in due:
+            self._publish_teacher(self.teachers[name], version)
 
     def _publish_teacher(self, teacher: TeacherPublisher, version: int) -> None:
         """Publish a teacher that follows the policy as it is at this version of the policy."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from controller_parts import FakeRun
 
+from headrace.channel.events import Heard
 from headrace.delivery.base import Canary, Manifest, Proof
 from headrace.errors import DeadlineError, HeadraceError, PeerDied
 from headrace.pipeline.teacher_versions import ATTEMPTS, TeacherVersions
+from headrace.training.remote import Published, TeacherPublished
 from headrace.types import NO_VERSION
 
 PROCESS = "scorer-0"
@@ -38,7 +42,8 @@ class Run:
         self.answer: Callable[[int], Any] = lambda version: True
         """Whether a load of this version is accepted, or the error in its place."""
         parts: Any = self
-        self.versions = TeacherVersions(parts, parts, parts, parts)
+        self.scoring = self.trainer = self.recorder = self.processes = self.waits = parts
+        self.versions = TeacherVersions(parts)
 
     async def load(self, manifest: Manifest) -> Proof:
         self.loaded.append(manifest.version)
@@ -60,6 +65,8 @@ class Run:
     def note(self, text: str) -> None:
         self.notes.append(text)
 
+    def moved(self) -> None: ...
+
     def kill(self, name: str) -> None:
         self.killed.append(name)
 
@@ -76,8 +83,11 @@ class Run:
 async def test_the_newest_version_is_brought_and_answered() -> None:
     run = Run()
     await run.publish(0)
+    run.versions.announced(2, ["ema"])
+    assert run.versions.unanswered == ["ema"]
     await run.publish(1, 2)
     assert (run.loaded, run.answered, run.proved) == ([0, 2], [0, 2], 2)
+    assert run.versions.unanswered == []
 
 
 async def test_a_refused_version_is_sent_again_and_then_answered() -> None:
@@ -123,3 +133,42 @@ async def test_a_restarted_trainer_gets_an_answer_to_a_version_that_is_proved_al
     await run.publish(5)
     await run.publish(5)
     assert (run.loaded, run.answered) == ([5], [5, 5])
+
+
+async def test_at_depth_0_a_version_begins_when_its_teacher_has_answered(tmp_path: Path) -> None:
+    teacher, seen = Run(), []
+
+    def judge(prompt: Any, completion: str) -> float:
+        seen.append((teacher.proved, run.controller.versions.proved))
+        return float(len(completion) % 2)
+
+    run = FakeRun(tmp_path, "buffer.depth=0", judge=judge)
+    parts = run.controller.parts
+    parts.scoring.moving = {"ema": teacher}
+    run.trainer.teacher_answered = teacher.teacher_answered
+    run.recorder.teacher_refreshed = teacher.teacher_refreshed
+    run.controller.teachers = TeacherVersions(parts)
+
+    async def slowly(manifest: Manifest) -> Proof:
+        await asyncio.sleep(0.05)
+        return await Run.load(teacher, manifest)
+
+    async def publish(version: int, parent: int) -> None:
+        await plain(version, parent)
+        run.events.put(Heard("trainer-0", TeacherPublished(teacher="ema", manifest=manifest_of(version))))
+
+    plain, teacher.load = run.trainer.publish, slowly
+    run.trainer.publish = publish
+    put = run.events.put
+
+    def naming_teachers(event: Any) -> None:
+        match event:
+            case Heard(name, Published(manifest=manifest)):
+                event = Heard(name, Published(manifest=manifest, snapshot_seconds=0.0, teachers=["ema"]))
+        put(event)
+
+    run.events.put = naming_teachers
+    await run.run()
+    assert len(seen) == 20
+    assert all(proved == version for proved, version in seen)
+    assert teacher.answered == list(range(6))
