@@ -288,7 +288,7 @@ async def test_a_server_scores_no_token_of_another_temperature() -> None:
         raise AssertionError("it was asked")
 
     async with served(0, fail) as teacher:
-        with pytest.raises(ScoreError, match="scores at temperature 1, and tokens were sampled at 0.5"):
+        with pytest.raises(ScoreError, match=r"scores at temperature 1, and tokens were sampled at 0\.5"):
             await teacher.score(np.array([1, 5], np.int32), np.array([1.0, 0.5], np.float32))
 
 

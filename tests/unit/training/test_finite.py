@@ -66,7 +66,7 @@ def test_a_tail_may_have_no_probability_and_a_temperature_is_above_zero() -> Non
     batch.temperatures[:] = 0.0
     with pytest.raises(HeadraceError, match="the temperature of token"):
         check_numbers(batch)
-    with pytest.raises(HeadraceError, match="the batch has the temperature 0.0"):
+    with pytest.raises(HeadraceError, match=r"the batch has the temperature 0\.0"):
         check_numbers(msgspec.structs.replace(random_batch(1), temperature=0.0))
     # Numbers that are large are not refused: whether a loss is finite shows when it is computed.
     check_numbers(poisoned(random_batch(1)))
