@@ -27,6 +27,7 @@ from headrace.config.memory import (
 )
 from headrace.config.model_dir import ModelFacts, model_facts
 from headrace.config.schema import LoraConfig
+from headrace.config.scorers import TeacherConfig
 from headrace.errors import UserError
 from headrace.training.logprobs import CHUNK_ELEMENTS, DEVICE_CHUNKS
 
@@ -68,6 +69,13 @@ def test_all_weights_of_a_small_model() -> None:
     assert found == TrainerMemory(600_000_000 * 18, 600_000_000 * 4, 0, 0, 0, row + head)
     assert found.total == sum(found)
     assert engine_share(CONFIG, FACTS, H200) == (H200 - found.total - MARGIN_BYTES) / H200
+
+
+def test_teachers_that_follow_the_policy_are_copies_in_float32() -> None:
+    ema = TeacherConfig(policy="ema")
+    for teachers, copies in (({"a": ema}, 1), ({"a": ema, "b": TeacherConfig(policy="earlier", versions_ago=3)}, 5)):
+        config = msgspec.structs.replace(CONFIG, scorers=teachers)
+        assert trainer_memory(config, FACTS).policies == copies * 4 * 600_000_000
 
 
 def test_float32_has_no_second_copy_of_the_weights() -> None:

@@ -60,7 +60,8 @@ class TrainerMemory(NamedTuple):
     publishing: int
     """Two buffers for published weights, if weights travel through GPU memory."""
     policies: int
-    """Copies of the trained weights: the reference policy, and a recomputed proximal policy."""
+    """Copies of the trained weights: the reference policy, a recomputed proximal policy, and teachers that follow the
+    policy."""
     teacher: int
     gathered: int
     """If sharded or offloaded: the weights that a pass gathers, and gradients that are not yet distributed."""
@@ -89,12 +90,14 @@ def trainer_memory(
     asked = needs(config.algorithm)
     # With an adapter the reference needs no copy: it is the model with the adapter switched off.
     copies = (asked.reference and config.lora is None) + asked.proximal
+    # Teachers that follow the policy are copies of the master weights.
+    following = sum(1 if one.policy == "ema" else one.versions_ago + 1 for one in config.moving_teachers.values())
     # Weights in 4 bits are whole on every rank, and stay on the device where others are offloaded.
     rounded = round(_four_bit_weights(config.lora, facts) * FOUR_BITS) if sharded else 0
     return TrainerMemory(
         state=held * state_bytes(config, facts, on_gpu=on_gpu) + rounded,
         publishing=_part(2 * sent * trained, training) if published else 0,
-        policies=held * _part(copies * trained * (4 if sharded else copy), training),
+        policies=held * _part((copies * (4 if sharded else copy) + following * 4) * trained, training),
         teacher=held * (teacher.parameters if teacher is not None else 0) * (2 if on_gpu else 4),
         gathered=_gathered(config, facts, copy) if sharded else 0,
         computing=max(

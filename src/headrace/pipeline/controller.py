@@ -79,7 +79,7 @@ class Controller:
         self.attempts = Attempts(parts.source, parts.window, parts.recorder, parts.config.buffer.filter)
         self.synchronous = parts.window.depth == 0
         self.deliveries = Deliveries(parts, self.versions)
-        self.teachers = TeacherVersions(parts.scoring, parts.trainer, parts.recorder)
+        self.teachers = TeacherVersions(parts)
         self.evaluations = Evaluations(parts, self.episodes, self.deliveries)
         trained = parts.checkpoint.step if parts.checkpoint.found else -self.config.warm_start.steps
         self.steps = Steps(parts.trainer, parts.waits, parts.stopping, trained)
@@ -206,8 +206,9 @@ class Controller:
                 self.recorder.beat(process, beat)
             case Heard(process, message) if gateway is not None and process == gateway.name:
                 gateway.hear(message)
-            case Heard(_, Published(manifest=manifest, snapshot_seconds=seconds)):
+            case Heard(_, Published(manifest=manifest, snapshot_seconds=seconds, teachers=teachers)):
                 self.versions.published(manifest)
+                self.teachers.announced(manifest.version, teachers)
                 self.recorder.version_published(manifest, seconds)
                 self.waits.moved()
             case Heard(_, TeacherPublished(teacher=teacher, manifest=manifest)):
@@ -372,6 +373,12 @@ class Controller:
         if not self.versions.waiting:
             return False
         if await self.deliveries.deliver(self.versions.next()):
+            if self.synchronous:
+                await self.waits.until(
+                    "deliver",
+                    lambda: f"the teachers {', '.join(self.teachers.unanswered)} to answer a version",
+                    lambda: self.stopping or not self.teachers.unanswered,
+                )
             self.recorder.version_served(self.parts.versions_done + self.window.count(self.versions.proved))
             self.waits.moved()
         return True

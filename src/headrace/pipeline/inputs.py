@@ -413,7 +413,9 @@ def _teacher(config: Config, name: str, section: TeacherConfig) -> Teacher:
             longest=longest_sequence(config.engine.max_length, facts.max_positions),
         )
     if section.policy != "none":
-        follows = TeacherProcess(process_name(config, f"scorers.{name}"), timeout=section.timeout)
+        follows = TeacherProcess(
+            process_name(config, f"scorers.{name}"), timeout=section.timeout, load_deadline=config.delivery.deadline
+        )
         label = f"{section.policy} {section.decay} {section.versions_ago}"
         return MovingTeacher(follows, label, k=k, vocabulary=facts.vocabulary)
     path = find_model(section.model, section.revision, key=f"[scorers.{name}] model")

@@ -69,6 +69,11 @@ class ModelProcess:
         self._late = 0
         self._serving.set()
 
+    @property
+    def serves(self) -> bool:
+        """Whether the process is ready now."""
+        return self._serving.is_set()
+
     def lost(self, reason: str) -> None:
         """Note that the process is gone. Its open questions fail; later ones wait until it is back."""
         self._serving.clear()
@@ -123,9 +128,14 @@ class ModelEngine(ModelProcess):
 
     _engine: RemoteEngine | None = None
 
+    def __init__(self, name: str, *, timeout: float, load_deadline: float | None = None) -> None:
+        """See `ModelProcess`. `load_deadline` limits how long new weights may take, by default `timeout`."""
+        super().__init__(name, timeout=timeout)
+        self._load_deadline = timeout if load_deadline is None else load_deadline
+
     def connect(self, hub: Hub) -> None:
         """See `ModelProcess.connect`."""
-        self._engine = RemoteEngine(hub, self.name, load_deadline=self.timeout, token_deadline=self.timeout)
+        self._engine = RemoteEngine(hub, self.name, load_deadline=self._load_deadline, token_deadline=self.timeout)
         super().connect(hub)
 
     async def engine(self) -> RemoteEngine:

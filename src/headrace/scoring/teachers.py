@@ -6,7 +6,6 @@ A rollout is scored as soon as it has ended, while the others of its group are g
 of the teacher that gave it. A score without a proved version is never used: its rollout fails.
 """
 
-import asyncio
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -81,39 +80,34 @@ class EngineTeacher:
 class TeacherProcess(ModelEngine):
     """The process of a teacher that follows the policy. It scores nothing before it has proved a version."""
 
-    def __init__(self, name: str, *, timeout: float) -> None:
-        super().__init__(name, timeout=timeout)
+    def __init__(self, name: str, *, timeout: float, load_deadline: float | None = None) -> None:
+        super().__init__(name, timeout=timeout, load_deadline=load_deadline)
         self.proved = NO_VERSION
         self.known: set[int] = set()
         """Every version that this process, or one before it, has proved."""
-        self._serves = asyncio.Event()
 
     def lost(self, reason: str) -> None:
         """See `ModelProcess.lost`. The weights are lost with the process."""
         super().lost(reason)
         self.proved = NO_VERSION
-        self._serves.clear()
 
     async def load(self, manifest: Manifest) -> Proof:
         """See `MovingProcess.load`."""
+        if not self.serves:
+            raise ScoreError(f"{self.name} is away")
         engine = await self.engine()
         proof = await engine.load(manifest)
         if proof.accepted:
             self.proved = proof.version
             self.known.add(proof.version)
-            self._serves.set()
         elif proof.quarantined:
             self.proved = NO_VERSION
-            self._serves.clear()
         return proof
 
     async def ask(self, message: Message, reply: type[M]) -> M:
-        """See `ModelProcess.ask`. Waits until a version is proved."""
-        try:
-            async with asyncio.timeout(self.timeout):
-                await self._serves.wait()
-        except TimeoutError:
-            raise Unreachable(f"{self.name} has proved no version of the teacher yet") from None
+        """See `ModelProcess.ask`. Raises `Unreachable` while no version is proved."""
+        if self.proved == NO_VERSION:
+            raise Unreachable(f"{self.name} has proved no version of the teacher")
         return await super().ask(message, reply)
 
 
@@ -158,6 +152,9 @@ class UrlTeacher:
 
     async def score(self, token_ids: Int32Array, temperatures: Float32Array) -> TeacherScores:
         """See `Teacher.score`. Servers score at temperature 1. The model has version 0."""
+        if (temperatures != 1.0).any():
+            other = float(temperatures[temperatures != 1.0][0])
+            raise NoUseToRetry(f"{self._server.url} scores at temperature 1, and tokens were sampled at {other:g}")
         body: dict[str, Any] = {
             "model": self._model,
             "prompt": token_ids.tolist(),
@@ -219,7 +216,8 @@ class Teachers:
     def __init__(self, teachers: Mapping[str, Teacher], sections: Mapping[str, TeacherConfig], *, field: str) -> None:
         """`sections` have the limits of questions, by the names of the teachers."""
         self._teachers = dict(teachers)
-        self._asking = {name: Asking(sections[name]) for name in teachers}
+        # A process keeps the time limit itself, so that the reason says whether it died, was slow or was not ready.
+        self._asking = {name: Asking(sections[name], timed=one.process is None) for name, one in teachers.items()}
         self._field = field
 
     @property
@@ -276,11 +274,12 @@ class Teachers:
             return trace
         end = int(places[-1]) + 1
         token_ids = trace.token_ids[:end]
-        heat = trace.temperature_of_tokens(1.0)[:end].astype(np.float32)
+        # Context may have been sampled too, at another temperature, before its rollout was salvaged.
+        heat = np.where(trace.trained, trace.temperature_of_tokens(1.0), 1.0)[:end].astype(np.float32)
         scores = await self._asking[name].ask(lambda attempt: self._teachers[name].score(token_ids, heat))
-        numbers = (scores.logprobs[places], scores.top_logprobs[places], scores.tails[places])
         if len(scores.logprobs) != end or (scores.versions[places] == NO_VERSION).any():
             raise ScoreError("it gave scores of no proved version")
+        numbers = (scores.logprobs[places], scores.top_logprobs[places], scores.tails[places])
         if not all(np.isfinite(each).all() for each in numbers[:2]) or np.isnan(numbers[2]).any():
             raise ScoreError("it gave log-probabilities that are not finite")
         rest = len(trace) - end

@@ -34,7 +34,7 @@ class Follower(Protocol):
         """Return everything that a checkpoint must hold."""
 
     def restore(self, state: Tensors) -> None:
-        """Continue from what a checkpoint holds."""
+        """Continue from what a checkpoint holds. Raises `ValueError` if another kind of follower wrote it."""
 
 
 class Average:
@@ -65,6 +65,8 @@ class Average:
     @torch.no_grad()
     def restore(self, state: Tensors) -> None:
         """See `Follower.restore`."""
+        if state.keys() != self._average.keys():
+            raise ValueError("it does not hold an average of this policy")
         for name, tensor in self._average.items():
             tensor.copy_(state[name])
 
@@ -112,6 +114,8 @@ class Earlier:
         found: dict[int, dict[str, torch.Tensor]] = {}
         for key, tensor in state.items():
             number, _, name = key.partition("/")
+            if not number.isdecimal() or name not in self._versions[0]:
+                raise ValueError("it does not hold earlier versions of this policy")
             found.setdefault(int(number), {})[name] = tensor.to(self._versions[0][name], copy=True)
         self._versions = [found[number] for number in sorted(found)][-self._ago - 1 :]
 

@@ -149,6 +149,11 @@ class Policies:
             raise UserError("[algorithm] teacher: this loss needs the model to learn from")
 
     @property
+    def learn_from_record(self) -> bool:
+        """Whether the loss learns from the recorded scores of a teacher outside of the trainer."""
+        return self._needs.teacher and self._recorded
+
+    @property
     def reference(self) -> Mapping[str, torch.Tensor] | None:
         """The stored weights of the reference, if there are any. A checkpoint is loaded by writing into them."""
         return None if self._reference is None else self._reference.tensors()
@@ -172,10 +177,10 @@ class Policies:
             found["reference"] = FrozenPolicy(self._model, context)
         if self._needs.proximal:
             found["proximal"] = FrozenPolicy(self._model, self._begun(batch).installed)
-        if self._needs.teacher and not self._recorded:
-            found["teacher"] = FrozenPolicy(self._teacher, follows=False, top=self._likeliest())
-        elif self._needs.teacher:
+        if self.learn_from_record:
             _check_recorded(batch, self._needs.top_k)
+        elif self._needs.teacher:
+            found["teacher"] = FrozenPolicy(self._teacher, follows=False, top=self._likeliest())
         return found
 
     def _likeliest(self) -> Likeliest | None:

@@ -49,6 +49,8 @@ class Published(Message):
     manifest: Manifest
     snapshot_seconds: float
     """The time for which publishing stopped the trainer."""
+    teachers: list[str] = []
+    """The teachers that follow the policy and are published under this version too; see `TeacherPublished`."""
 
 
 class Resend(Message):
@@ -151,7 +153,9 @@ class RemoteTrainer:
 
     async def teacher_answered(self, teacher: str, version: int) -> None:
         """See `TrainerHandle.teacher_answered`."""
-        await self._tell(TeacherAnswered(teacher=teacher, version=version))
+        # A trainer that was restarted publishes every teacher again, and expects no answers to earlier versions.
+        with suppress(PeerDied):
+            await self._tell(TeacherAnswered(teacher=teacher, version=version))
 
     async def save(self, version: int) -> Path:
         """See `TrainerHandle.save`."""

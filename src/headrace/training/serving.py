@@ -202,8 +202,9 @@ class TeacherPublisher:
         )
         self.name = name
         self._every = config.teachers[name].every
-        self._answered = True
-        self._versions = 0
+        self._wanted = True
+        self._newest = NO_VERSION
+        self._answered = NO_VERSION
         self._publisher = Publisher(
             make_sender(delivery, run_dir, TEACHER_RANKS + number, relays=False, own_address=own_address),
             published_dtype(config),
@@ -214,25 +215,24 @@ class TeacherPublisher:
         )
         self.canary_token_ids = self._publisher.canary_token_ids
 
-    def due(self) -> bool:
-        """Count one more version of the policy. Return whether the teacher is to be refreshed now.
+    def due(self, versions: int) -> bool:
+        """Return whether the teacher is to be refreshed now, after this many versions of the policy.
 
-        It is not while the last version has no answer, so that the trainer never waits for a teacher.
+        It is not while the last version has no answer, so that the trainer never waits for a teacher. The next version
+        of the policy brings it up to date then.
         """
-        wanted = self._versions % self._every == 0
-        if not wanted or self._answered:
-            self._versions += 1
-        return wanted and self._answered
+        self._wanted = self._wanted or versions % self._every == 0
+        return self._wanted and self._answered >= self._newest
 
     def publish(self, version: int, step: int, weights: Mapping[str, torch.Tensor], canary: Score) -> Future[Manifest]:
         """See `Publisher.publish`."""
-        self._answered = False
+        self._wanted, self._newest = False, version
         return self._publisher.publish(version, NO_VERSION, step, weights, canary)
 
     def answered(self, version: int) -> None:
-        """Record that the teacher's process has answered this version."""
+        """Record that the teacher's process has answered this version, which may not be the newest one."""
         self._publisher.acknowledged(version)
-        self._answered = True
+        self._answered = max(self._answered, version)
 
     def close(self) -> None:
         """See `Publisher.close`."""
@@ -483,18 +483,19 @@ class TrainerRole:
         if self.failure is not None:
             raise self.failure
         self.link.phase = "publishing"
+        versions = self.trainer.policy_steps // self.config.delivery.publish_every
+        due = [name for name, teacher in self.teachers.items() if teacher.due(versions)]
         with self.link.spans.span("publish"):
             future = self.publisher.publish(version, parent, self.trainer.policy_steps, self.trainer.weights(), canary)
         snapshot_seconds = self.publisher.last_snapshot_seconds
 
         def announce(manifest: Manifest) -> None:
             if self.publisher.announces:
-                self.link.send(remote.Published(manifest=manifest, snapshot_seconds=snapshot_seconds))
+                self.link.send(remote.Published(manifest=manifest, snapshot_seconds=snapshot_seconds, teachers=due))
 
         self._when_done(future, announce)
-        for teacher in self.teachers.values():
-            if teacher.due():
-                self._publish_teacher(teacher, version)
+        for name in due:
+            self._publish_teacher(self.teachers[name], version)
 
     def _publish_teacher(self, teacher: TeacherPublisher, version: int) -> None:
         """Publish a teacher that follows the policy as it is at this version of the policy."""

@@ -35,6 +35,7 @@ from headrace.training.checkpoints.base import TrainerState, read_state
 from headrace.training.checkpoints.saving import Saver
 from headrace.training.critic import Critic
 from headrace.training.devices import compute_dtype, input_device, upload
+from headrace.training.finite import check_numbers
 from headrace.training.followers import exchanged
 from headrace.training.layers import compiled_layers, uncompiled, warm_up_batches
 from headrace.training.logprobs import EntropyOf, Readings, read_row
@@ -145,8 +146,12 @@ class Trainer:
         """Make one optimizer step, with a new optimizer if the objective differs from that of the previous batch.
 
         The step has an update of the weights for each minibatch of the batch, in each of its epochs. The reported
-        figures are then means over the updates.
+        figures are then means over the updates. Raises `HeadraceError` if a number of the batch is not finite.
         """
+        if not self._policies.learn_from_record:
+            # Rollouts of a resumed run may have scores of a teacher that nothing learns from any more.
+            batch = msgspec.structs.replace(batch, teacher=None)
+        check_numbers(batch)
         self.warm_up()
         started = time.monotonic()
         policy = batch.objective == "policy"

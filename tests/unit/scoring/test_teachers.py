@@ -188,8 +188,10 @@ async def test_a_moving_teacher_scores_only_under_versions_that_it_has_proved() 
     process = TeacherProcess("scorer-0", timeout=0.2)
     teacher = MovingTeacher(process, "ema", k=0, vocabulary=VOCABULARY)
     hub = Answers(scored=4)
+    with pytest.raises(ScoreError, match="scorer-0 is away"):
+        await process.load(manifest_of(4))
     process.connect(hub)
-    with pytest.raises(ScoreError, match="scorer-0 has proved no version of the teacher yet"):
+    with pytest.raises(ScoreError, match="scorer-0 has proved no version of the teacher"):
         await teacher.score(tokens, heat)
     assert (await process.load(manifest_of(4))).accepted
     assert (await teacher.score(tokens, heat)).versions.tolist() == [-1, 4, 4]
@@ -204,6 +206,21 @@ async def test_a_moving_teacher_scores_only_under_versions_that_it_has_proved() 
     assert process.proved == NO_VERSION
     with pytest.raises(ScoreError, match="has proved no version"):
         await teacher.score(tokens, heat)
+
+
+async def test_a_rollout_waits_until_the_teacher_has_proved_a_version() -> None:
+    process = TeacherProcess("scorer-0", timeout=5.0)
+    teacher = MovingTeacher(process, "ema", k=0, vocabulary=VOCABULARY)
+    process.connect(Answers(scored=4))
+    # Neither a retry nor the time limit of an attempt is used up while there is no version.
+    section = TeacherConfig(policy="ema", retries=0, timeout=0.1, patience=5.0)
+    stage = Stage({"one": One()}, teachers=Teachers({"self": teacher}, {"self": section}, field="teacher"))
+    scoring = asyncio.create_task(stage.score(ended()))
+    await asyncio.sleep(0.3)
+    assert not scoring.done()
+    assert (await process.load(manifest_of(4))).accepted
+    rollout = await scoring
+    assert rollout.traces[0].teacher.versions[2:5].tolist() == [4] * 3
 
 
 # ---- a server
@@ -264,6 +281,15 @@ async def test_a_server_scores_by_the_log_probabilities_of_a_prompt(k: int) -> N
         np.testing.assert_allclose(scores.top_logprobs[at], row[ids].numpy(), atol=1e-6)
         if k:
             assert scores.tails[at] == pytest.approx(math.log(1 - float(row[ids].exp().sum())), abs=1e-6)
+
+
+async def test_a_server_scores_no_token_of_another_temperature() -> None:
+    def fail(reply: Any) -> None:
+        raise AssertionError("it was asked")
+
+    async with served(0, fail) as teacher:
+        with pytest.raises(ScoreError, match=r"scores at temperature 1, and tokens were sampled at 0\.5"):
+            await teacher.score(np.array([1, 5], np.int32), np.array([1.0, 0.5], np.float32))
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,14 @@ def model_dir(path: Path, family: str = "llama", seed: int = 0) -> Path:
     return path
 
 
+def poisoned(batch: Batch, where: Any = slice(None)) -> Batch:
+    """This batch with numbers at these tokens that are finite, and a loss and gradients that are not."""
+    huge = {"advantages": batch.advantages.copy(), "weights": batch.weights.copy()}
+    for values in huge.values():
+        values[where] = np.where(batch.trained[where], 1e30, values[where])
+    return msgspec.structs.replace(batch, **huge)
+
+
 def random_batch(
     seed: int = 0, *, groups: int = 3, size: int = 3, step: int = 1, temperature: float = 1.0, objective: Any = "policy"
 ) -> Batch:

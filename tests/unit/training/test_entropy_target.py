@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from random_models import AllDouble, in_minibatches, model_dir, random_batch
+from random_models import AllDouble, in_minibatches, model_dir, poisoned, random_batch
 from reference_loop import plain_model, reference_losses
 
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
@@ -49,9 +49,7 @@ def test_the_weight_has_limits_and_a_skipped_step_leaves_it(tmp_path):
     for trainer, limit in ((high, 1.0), (low, 0.0)):
         trainer.step(random_batch(1))
         assert trainer.step(random_batch(2)).metrics["entropy_weight"] == limit
-    poisoned = random_batch(3)
-    poisoned.weights[poisoned.trained] = float("nan")
-    assert high.step(poisoned).skipped
+    assert high.step(poisoned(random_batch(3))).skipped
     assert high.step(random_batch(4)).metrics["entropy_weight"] == 1.0
 
 

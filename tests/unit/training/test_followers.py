@@ -94,3 +94,7 @@ def test_followers_of_a_trainer_and_of_one_that_continues(tmp_path: Path) -> Non
         assert all(torch.equal(tensor, other[name]) for name, tensor in mine.items())
     with pytest.raises(UserError, match=r"\[scorers.new\] policy: .* does not hold this teacher"):
         make_trainer(path, new=EMA).load(saved)
+    with pytest.raises(UserError, match=r"\[scorers.ema\] policy: .*teacher-ema.safetensors: it does not hold earlier"):
+        make_trainer(path, ema=EARLIER).load(saved)
+    with pytest.raises(UserError, match="it does not hold an average of this policy; resume as it was trained"):
+        make_trainer(path, old=EMA).load(saved)

@@ -8,18 +8,19 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from random_models import VOCABULARY, AllDouble, random_batch, twins
+from random_models import VOCABULARY, AllDouble, model_dir, random_batch, twins
 from reference_loop import batch_loss
 
 from headrace.algorithms.losses.base import build_loss
 from headrace.algorithms.losses.teacher import LONGEST_GAP, TopTokens, top_divergence
 from headrace.config.declared import needs
-from headrace.config.schema import AlgorithmConfig
+from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
+from headrace.models.loading import load_model
 from headrace.training import logprobs
 from headrace.training.logprobs import Likeliest, read_row
 from headrace.training.policies import FrozenPolicy
 from headrace.training.rows import plan
-from headrace.training.trainer import accumulate
+from headrace.training.trainer import Trainer, accumulate
 from headrace.types import TeacherScores
 
 K = 5
@@ -234,3 +235,28 @@ def test_a_teacher_that_is_sure_leaves_everything_finite(direction):
     if direction == "reverse":
         tail = 1 - float(logp[0, 0].exp())
         assert float(value) == pytest.approx((1 - tail) * float(logp[0, 0]) + tail * LONGEST_GAP, abs=1e-5)
+
+
+def test_a_token_that_the_policy_never_draws_adds_nothing_to_the_reverse_divergence():
+    own = torch.tensor([[math.log(0.25), math.log(0.75), -math.inf]], dtype=torch.float64, requires_grad=True)
+    teacher = torch.log(torch.tensor([[0.5, 0.3]], dtype=torch.float64))
+    value = top_divergence(TopTokens(own[:, :2], own[:, 2], teacher, torch.tensor([math.log(0.2)])), "reverse")
+    value.sum().backward()
+    assert float(value.detach()) == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(2.5))
+    assert torch.isfinite(own.grad).all()
+
+
+def test_recorded_scores_are_left_out_where_the_trainer_has_the_teacher(tmp_path):
+    """A resumed run may have rollouts that a teacher outside of the trainer has scored, beside others without."""
+    path, batch = model_dir(tmp_path / "model"), random_batch(1)
+    recorded = TeacherScores.of_unscored(len(batch.token_ids), K)
+    algorithm = AlgorithmConfig(loss="distillation", teacher="t", teacher_divergence="forward", teacher_top_k=K)
+    reports = []
+    for scores in (None, recorded):
+        model, teacher = load_model(path), other_model("llama", torch.float32)[0]
+        trainer = Trainer(
+            model, algorithm, TrainingConfig(), total_steps=9, warm_start=WarmStartConfig(), teacher=teacher
+        )
+        reports.append(trainer.step(msgspec.structs.replace(batch, teacher=scores)))
+    assert reports[0].metrics == reports[1].metrics
+    assert reports[0].metrics["teacher_kl"] > 0

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from random_models import AllDouble, model_dir, random_batch
+from random_models import AllDouble, model_dir, poisoned, random_batch
 from reference_loop import plain_model, reference_losses, sequence_logprobs
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
@@ -230,9 +230,7 @@ def test_a_poisoned_batch_is_skipped_and_counted(tmp_path):
     trainer = trainer_of(model_dir(tmp_path / "model"))
     trainer.step(random_batch(1))
     before = {name: tensor.clone() for name, tensor in trainer.weights().items()}
-    poisoned = random_batch(2)
-    poisoned.advantages[poisoned.trained] = np.nan
-    report = trainer.step(poisoned)
+    report = trainer.step(poisoned(random_batch(2)))
     assert report.skipped
     assert report.skipped_steps == 1
     assert_same_weights(trainer.weights(), before)
@@ -244,14 +242,15 @@ def test_a_poisoned_batch_is_skipped_and_counted(tmp_path):
 
 
 @pytest.mark.parametrize("loss", ["cispo", "grpo", "gspo"])
-def test_a_recorded_logprob_that_is_not_a_number_skips_the_step(tmp_path, loss):
+def test_a_loss_that_is_not_a_number_skips_the_step(tmp_path, monkeypatch, loss):
     """A clip has no slope there: the loss is not a number, but its gradient may be zero."""
+    monkeypatch.setattr("headrace.training.trainer.check_numbers", lambda batch: None)
     trainer = trainer_of(model_dir(tmp_path / "model"), algorithm=AlgorithmConfig(loss=loss))
     trainer.step(random_batch(1))
     before = {name: tensor.clone() for name, tensor in trainer.weights().items()}
-    poisoned = random_batch(2)
-    poisoned.logprobs[np.flatnonzero(poisoned.trained)[3]] = np.nan
-    report = trainer.step(poisoned)
+    strange = random_batch(2)
+    strange.logprobs[np.flatnonzero(strange.trained)[3]] = np.nan
+    report = trainer.step(strange)
     assert report.skipped and report.skipped_steps == 1
     assert math.isnan(report.loss)
     assert_same_weights(before, trainer.weights())
@@ -261,24 +260,23 @@ def test_a_recorded_logprob_that_is_not_a_number_skips_the_step(tmp_path, loss):
 def test_too_many_poisoned_batches_in_a_row_end_the_run(tmp_path):
     training = msgspec.structs.replace(TRAINING, max_skipped=2)
     trainer = trainer_of(model_dir(tmp_path / "model"), training=training)
-    poisoned, empty = random_batch(2), random_batch(4)
-    poisoned.advantages[poisoned.trained] = np.nan
+    huge, empty = poisoned(random_batch(2)), random_batch(4)
     empty.trained[:] = False
-    trainer.step(poisoned)
+    trainer.step(huge)
     trainer.step(random_batch(3))
-    trainer.step(poisoned)
+    trainer.step(huge)
     saved = trainer.save(tmp_path / "checkpoints")
     with pytest.raises(HeadraceError, match=r"the last 2 steps were skipped .*max_skipped = 2"):
-        trainer.step(poisoned)
+        trainer.step(huge)
     resumed = trainer_of(saved, training=training)
     resumed.load(saved)
     with pytest.raises(HeadraceError, match="the last 2 steps"):
-        resumed.step(poisoned)
+        resumed.step(huge)
     # A batch with nothing to train is skipped too, and says nothing about the gradients.
     fresh = trainer_of(saved, training=training)
-    assert [fresh.step(batch).skipped for batch in (empty, empty, poisoned, empty)] == [True] * 4
+    assert [fresh.step(batch).skipped for batch in (empty, empty, huge, empty)] == [True] * 4
     with pytest.raises(HeadraceError, match="the last 2 steps"):
-        fresh.step(poisoned)
+        fresh.step(huge)
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,9 @@ def top_divergence(top: TopTokens, direction: Literal["forward", "reverse"]) -> 
     """Return KL(teacher || policy), the forward direction, or KL(policy || teacher), the reverse one, at each token."""
     policy = torch.cat([top.policy, top.policy_tail[:, None]], dim=1)
     teacher = torch.cat([top.teacher, top.teacher_tail[:, None]], dim=1)
+    # Where the first distribution gives no probability, the product is 0 in the limit, but not in floating point.
     if direction == "reverse":
-        return (policy.exp() * (policy - teacher).clamp(max=LONGEST_GAP)).sum(dim=1)
-    probabilities = teacher.exp()
-    # Where the teacher gives no probability at all, the product is 0 in the limit, but not in floating point.
-    gaps = torch.where(probabilities > 0, teacher - policy, 0.0)
-    return (probabilities * gaps).sum(dim=1)
+        probabilities, gaps = policy.exp(), (policy - teacher).clamp(max=LONGEST_GAP)
+    else:
+        probabilities, gaps = teacher.exp(), teacher - policy
+    return (probabilities * torch.where(probabilities > 0, gaps, 0.0)).sum(dim=1)

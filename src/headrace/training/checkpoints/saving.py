@@ -195,7 +195,11 @@ class Saver:
         for name, follower in self.followers.items():
             if not (checkpoint / follower_file(name)).is_file():
                 raise UserError(f"[scorers.{name}] policy: {checkpoint} does not hold this teacher; begin a new run")
-            follower.restore(load_file(checkpoint / follower_file(name)))
+            try:
+                follower.restore(load_file(checkpoint / follower_file(name)))
+            except ValueError as error:
+                path = checkpoint / follower_file(name)
+                raise UserError(f"[scorers.{name}] policy: {path}: {error}; resume as it was trained") from error
         if optimizer:
             optimizer.restore(self._own_moments(checkpoint))
         if self._half is not None:
