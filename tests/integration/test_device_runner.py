@@ -439,7 +439,7 @@ def test_layers_are_compiled_once(family: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_experts_are_computed_and_recorded_as_on_the_host() -> None:
     served = moe_model()
-    host, device = cores(copy.deepcopy(served))[0], cores(served)[1]
+    host, device = cores(copy.deepcopy(served))[0], cores(served, expert_kernels=True)[1]
     assert all(getattr(module, PRODUCTS) is not None for module in experts_modules(served).values())
     answers = []
     for core in (host, device):

@@ -63,6 +63,8 @@ OWNERS = {
     "headrace/rollouts/base.py:AnyEpisode.interruptible": AWAITED,
     "headrace/scoring/base.py:Stage._begin_lesson": "The rollout fails with its error, unless it has failed already.",
     "headrace/scoring/base.py:Stage._scores": AWAITED,
+    "headrace/scoring/base.py:Stage.close": AWAITED,
+    "headrace/scoring/judges.py:Judge._shared": "All rollouts that ask this question fail with its error.",
     "headrace/scoring/process_reward.py:ProcessRewardScorer._send": "The next `score` raises its error.",
     "headrace/scoring/rewards.py:ThreadScorer._ask": "The judgement fails, at the latest at its deadline.",
     "headrace/training/checkpoints/saving.py:Saver.__init__": FUTURES,

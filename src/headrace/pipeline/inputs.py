@@ -363,7 +363,7 @@ def _judge(config: Config, name: str, judge: JudgeConfig) -> Judge:
         source = UrlReplies(
             judge.url,
             judge.served_model,
-            key=_api_key(f"scorers.{name}", judge.api_key),
+            key=read_api_key(f"scorers.{name}", judge.api_key),
             max_tokens=judge.max_tokens,
             temperature=judge.temperature,
             concurrency=judge.concurrency,
@@ -406,7 +406,7 @@ def _teacher(config: Config, name: str, section: TeacherConfig) -> Teacher:
         return UrlTeacher(
             section.url,
             section.served_model,
-            key=_api_key(f"scorers.{name}", section.api_key),
+            key=read_api_key(f"scorers.{name}", section.api_key),
             concurrency=section.concurrency,
             k=k,
             vocabulary=facts.vocabulary,
@@ -424,7 +424,7 @@ def _teacher(config: Config, name: str, section: TeacherConfig) -> Teacher:
     return EngineTeacher(process, weights_stamp(path), k=k, vocabulary=facts.vocabulary)
 
 
-def _api_key(section: str, variable: str) -> str:
+def read_api_key(section: str, variable: str) -> str:
     """Return the API key in this environment variable; empty if no variable is named. Raises `ConfigError`."""
     # A key that was read from a file often ends with a line break, which no header may hold.
     key = os.environ.get(variable, "").strip() if variable else ""

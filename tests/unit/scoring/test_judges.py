@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestServer
 from headrace.config import dump_config, load_config, make_config
 from headrace.config.scorers import JudgeConfig
 from headrace.errors import ConfigError, ModelError
-from headrace.pipeline.inputs import _api_key, check_inputs, make_stage
+from headrace.pipeline.inputs import check_inputs, make_stage, read_api_key
 from headrace.scoring.base import Ended, ScoreError, Turn
 from headrace.scoring.functions import Question
 from headrace.scoring.judges import Judge, Template, json_objects, prompt_text, read_number
@@ -310,7 +310,7 @@ def test_a_template_with_a_field_that_no_prompt_has_is_refused(tmp_path: Path) -
 
 def test_the_key_of_a_server_may_end_with_a_line_break(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret\n")
-    assert _api_key("scorers.j", "JUDGE_KEY") == "secret"
+    assert read_api_key("scorers.j", "JUDGE_KEY") == "secret"
 
 
 def test_a_section_survives_being_written_and_read(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ class InThisProcess(ModelProcess):
         """The number of questions that do not reach it."""
         self.lost_verdicts = 0
         """The number of verdicts that its next answer lacks."""
+        self.broken = False
+        """Whether asking it raises an error that nobody expects."""
         self.gate: asyncio.Event | None = None
         """Questions wait for this event before they reach it."""
         self.restart()
@@ -67,6 +69,8 @@ class InThisProcess(ModelProcess):
         assert isinstance(message, ReadSteps)
         self.messages.append(message)
         await (asyncio.sleep(0) if self.gate is None else self.gate.wait())
+        if self.broken:
+            raise ZeroDivisionError("division by zero")
         if self.away:
             self.away -= 1
             raise Unreachable("scorer-0 is not ready")
@@ -260,11 +264,10 @@ async def test_an_answer_with_too_few_verdicts_is_asked_for_again(directory: Pat
                 await scorer.score(ended("0/0", trace))
 
 
-async def test_an_error_of_the_scorer_itself_fails_its_rollouts(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scorer = ProcessRewardScorer(InThisProcess(directory), [MARKER])
-    monkeypatch.setattr(scorer, "_take", lambda *_: 1 / 0)
+async def test_an_error_of_the_scorer_itself_fails_its_rollouts(directory: Path) -> None:
+    process = InThisProcess(directory)
+    process.broken = True
+    scorer = ProcessRewardScorer(process, [MARKER])
     with pytest.raises(ScoreError, match=r"^scorer-0: ZeroDivisionError"):
         await scorer.score(ended("1/0", trace_of([9, 8, 7, MARKER], 2)))
 
