@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from runs import ROOT
 
 
@@ -21,6 +22,7 @@ def attack(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_case_is_tried_again_by_its_number() -> None:
     first, again = (attack("--seed", "7", "--only", "config:3") for _ in range(2))
     assert first.returncode == 0, first.stdout + first.stderr

@@ -58,6 +58,7 @@ def test_steps_are_credited_and_trained_twice(tmp_path: Path) -> None:
     assert steps[1].keys() >= {"loss/policy", "loss/entropy", "reward_kl", "sequence_tis_fraction"}
 
 
+@pytest.mark.slow
 def test_a_critic_needs_no_group_and_is_resumed(tmp_path: Path) -> None:
     settings = small_settings(
         tmp_path, "algorithm.critic=true", "algorithm.value_weight=0.1", "rollouts.group_size=1", "buffer.groups=8",

@@ -252,6 +252,7 @@ def _sampling(request: Request) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("passes")
+@pytest.mark.slow
 def test_experts_are_recorded_alike() -> None:
     host, device = cores(moe_model())
     requests = [ask(str(i), [i, 3, 2], seed=i) for i in range(3)]

@@ -146,6 +146,7 @@ class Server:
                 thread.join()
 
 
+@pytest.mark.slow
 def test_a_judge_behind_a_url_is_slow_wrong_and_gone_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

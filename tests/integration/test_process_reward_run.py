@@ -77,6 +77,7 @@ def test_every_step_has_the_score_of_a_plain_pass(tmp_path: Path, reward_model: 
     assert steps > 30
 
 
+@pytest.mark.slow
 def test_answers_with_low_scores_end_early(tmp_path: Path, reward_model: Path) -> None:
     # Nearly every step scores less than this. Answers that have no step, or end soon after it, are trained.
     done = headrace(*arguments(tmp_path, **{"scorers.steps.cancel_below": 0.9, "rollouts.max_tokens": 90}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from runs import QUICKSTART, headrace, small_settings
 
 from headrace import Run
@@ -17,6 +18,7 @@ print(1)
 """
 
 
+@pytest.mark.slow
 def test_a_question_within_its_limits_is_no_stall(tmp_path: Path) -> None:
     """Nothing else moves while all answers are judged, for longer than `stall_seconds`."""
     (tmp_path / "slow.py").write_text(SLOW)
