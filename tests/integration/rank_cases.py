@@ -186,12 +186,14 @@ def train_and_tell(ranks: Ranks, path: Path, model_path: Path, steps: int, case:
     if ranks.data == 0:
         # Only one rank sees what is not finite: all must skip.
         poisoned.weights[poisoned.trained] = float("nan")
-    before = whole_weights(trainer)
-    assert trainer.step(poisoned).skipped
-    if ranks.data == 0:
         # A loss that is not a number, whose gradient is zero at that token: all must skip, too.
         silent.logprobs[silent.trained] = float("nan")
-    assert trainer.step(silent).skipped
+    before = whole_weights(trainer)
+    with pytest.MonkeyPatch.context() as patch:
+        # A batch with such numbers is refused before it is trained. Here they stand for what a pass may compute.
+        patch.setattr("headrace.training.trainer.check_numbers", lambda _: None)
+        assert trainer.step(poisoned).skipped
+        assert trainer.step(silent).skipped
     after = whole_weights(trainer)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     with AllDouble():
