@@ -343,7 +343,10 @@ def watch_copies(
     midway: Callable[[], object] = lambda: None,
     damaged: Collection[int] = (),
 ) -> None:
-    """Call `midway` when the first copy over live weights is half done. Flip a bit of the copies with these numbers."""
+    """Call `midway` when the first copy over live weights is half done. Flip a bit of the copies with these numbers.
+
+    Publish first: a publisher of this process on a GPU copies with the same class.
+    """
     numbers = itertools.count(1)
 
     def halves(real: Callable[..., None], targets: Any, sources: Any) -> None:

@@ -136,8 +136,9 @@ def test_no_token_is_sampled_between_the_first_byte_and_the_proof(
         reached.set()
         assert go.wait(30)
 
+    manifest = trainer.publish(2)
     watch_copies(monkeypatch, transport, device, stop)
-    load = engine.loop.load(trainer.publish(2))
+    load = engine.loop.load(manifest)
     assert reached.wait(30)
     before = engine.loop.counters()
     assert before.version == -1 and before.running == 3
@@ -160,9 +161,10 @@ def test_damage_on_the_way_is_repaired_by_a_second_fetch(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    manifest = trainer.publish(2)
     watch_copies(monkeypatch, transport, device, damaged={1})
     with caplog.at_level(logging.WARNING, "headrace.delivery"):
-        proof = engine.load(trainer.publish(2))
+        proof = engine.load(manifest)
     assert proof.accepted and engine.holds(2), proof.reason
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["version 2 is fetched again"]
     engine.go_on(2)
@@ -174,8 +176,9 @@ def test_damage_on_the_way_is_repaired_by_a_second_fetch(
 def test_a_version_that_is_wrong_twice_quarantines_and_returns_partials(
     trainer: Publishing, engine: Serving, transport: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    manifest = trainer.publish(2)
     watch_copies(monkeypatch, transport, device, damaged={1, 2})
-    proof = engine.load(trainer.publish(2))
+    proof = engine.load(manifest)
     assert "the live weights have digest" in proof.reason and "no weights until a version is proved" in proof.reason
     loses_its_weights(engine, proof)
     trainer.acknowledge(2)

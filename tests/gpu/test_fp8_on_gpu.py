@@ -60,15 +60,17 @@ def test_rounding_is_the_same_on_gpu_and_cpu() -> None:
 
 def errors(asked: list[Request], done: dict[str, Delta], *models: Any) -> list[float]:
     """The mean error of the recorded log-probabilities against each of these models."""
+    recorded = np.concatenate([done[each.id].logprobs for each in asked])
+    return [float(np.abs(recorded - logprobs_by(model, asked, done)).mean()) for model in models]
+
+
+def logprobs_by(model: Any, asked: list[Request], done: dict[str, Delta]) -> Any:
+    """The log-probabilities of all sampled tokens by a forward pass of this model over the whole sequences."""
     found = []
-    for model in models:
-        off = []
-        for each in asked:
-            delta = done[each.id]
-            table = reference_logprobs(model, each.token_ids, delta.token_ids)
-            off += np.abs(delta.logprobs - table[np.arange(len(delta.token_ids)), delta.token_ids]).tolist()
-        found.append(float(np.mean(off)))
-    return found
+    for each in asked:
+        tokens = done[each.id].token_ids
+        found.append(reference_logprobs(model, each.token_ids, tokens)[np.arange(len(tokens)), tokens])
+    return np.concatenate(found)
 
 
 @pytest.mark.parametrize("way", [(False, False), (True, False), (True, True)], ids=["plain", "graphs", "compiled"])
@@ -78,14 +80,17 @@ def test_logprobs_are_those_of_the_rounded_model(family: str, way: tuple[bool, b
     full = plain(model).float()
     quantize_linears(model)
     # `float` also widens the FP8 numbers, which are then multiplied in float32.
-    reference = copy.deepcopy(plain(model)).float()
+    rounded, reference = plain(model), plain(model).float()
     config = EngineConfig(slots=8, block_size=16, graphs=way[0], compile=way[1], quantize="fp8")
     core = EngineCore(model, config, name="fp8", max_length=128, version=0)
     asked = [request(f"r{i}", prompt, 24, seed=i) for i, prompt in enumerate(prompts([3, 23, 9, 14, 40, 17, 30, 5]))]
     core.submit(asked)
-    off, rounding = errors(asked, run_out(core), reference, full)
-    print(family, way, "mean error", off, "of the model in full", rounding)
-    assert off < rounding and off < 0.1
+    done = run_out(core)
+    off, rounding = errors(asked, done, reference, full)
+    # Inputs that differ by a rounding of bfloat16 may become neighbours in FP8, for Hugging Face's forward as well.
+    theirs = float(np.abs(logprobs_by(rounded, asked, done) - logprobs_by(reference, asked, done)).mean())
+    print(family, way, "mean error", off, "of a plain forward", theirs, "of the model in full", rounding)
+    assert off < rounding and off < 1.3 * theirs
     core.close()
 
 
