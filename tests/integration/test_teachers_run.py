@@ -84,7 +84,8 @@ def test_a_served_teacher_teaches_what_one_inside_the_trainer_teaches(
     taught: tuple[Path, Path], tmp_path: Path
 ) -> None:
     run_dir, teacher = taught
-    config = small_config(tmp_path, *COMMON, f"algorithm.teacher={teacher}")
+    held = ["scorers.big.kind=teacher", f"scorers.big.model={teacher}", "scorers.big.in_trainer=true"]
+    config = small_config(tmp_path, *COMMON, *held)
     inside = Run(start_run(config, NoProgress()).run_dir.path).history
     outside = Run(run_dir).history
     assert outside[0]["teacher_kl"] > 0.01

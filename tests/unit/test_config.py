@@ -113,6 +113,7 @@ JUDGE_KEYS = {
 PROCESS_REWARD_KEYS = {*MODEL_SCORER_KEYS, "markers", "tag", "good", "bad", "whole", "cancel_below", "when"}
 TEACHER_KEYS = {
     *MODEL_SCORER_KEYS, "url", "served_model", "api_key", "tokenizer", "policy", "decay", "versions_ago", "every",
+    "in_trainer",
 }  # fmt: skip
 POLICY_KEYS = {"model", "engine", "buffer", "algorithm", "training", "lora", "warm_start", "delivery"}
 NOT_SECTIONS = {"task", "task_name", "policy_name", "scorers"}

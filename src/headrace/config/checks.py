@@ -378,16 +378,18 @@ def _check_loss(algorithm: AlgorithmConfig, facts: LossFacts) -> None:
 def check_teachers(config: Config) -> None:
     """Raise `ConfigError` if there is no teacher for a loss that needs one, or if nothing learns from a teacher."""
     algorithm, facts, outside = config.algorithm, loss_facts(config.algorithm.loss), config.teachers
-    loss, learns = algorithm.loss, needs(algorithm).teacher
-    if learns and algorithm.teacher is None and not outside:
+    loss, learns, inside = algorithm.loss, needs(algorithm).teacher, list(config.trainer_teachers)
+    if learns and not inside and not outside:
         wants = f"loss {loss!r}" if "teacher" in facts.needed(algorithm) else "teacher_weight"
         raise ConfigError(
             f"[algorithm] teacher: {wants} needs the directory of a model to learn from, or [scorers.NAME] kind = "
             '"teacher"'
         )
+    if len(inside) > 1:
+        raise ConfigError(f"{inside[0]}: {inside[1]} is held by the trainer too; give one of the two")
     for name, teacher in outside.items():
-        if algorithm.teacher is not None:
-            raise ConfigError(f"[algorithm] teacher: [scorers.{name}] is a teacher too; give one of the two")
+        if inside:
+            raise ConfigError(f"{inside[0]}: [scorers.{name}] is a teacher too; give one of the two")
         if not learns:
             raise ConfigError(
                 f"[scorers.{name}]: nothing learns from a teacher (loss 'distillation', or teacher_weight)"
@@ -407,9 +409,9 @@ def check_teachers(config: Config) -> None:
         raise ConfigError("[algorithm] teacher_field: there are no several teachers to choose from")
     if loss == "distillation" and algorithm.teacher_weight is not None:
         raise ConfigError("[algorithm] teacher_weight: loss 'distillation' learns from the teacher alone (remove it)")
-    if algorithm.teacher is not None and not learns:
+    if inside and not learns:
         learners = " or ".join(repr(name) for name in LOSSES if "teacher" in loss_facts(name).needs)
-        raise ConfigError(f"[algorithm] teacher: only loss {learners} learns from one, or any loss with teacher_weight")
+        raise ConfigError(f"{inside[0]}: only loss {learners} learns from one, or any loss with teacher_weight")
     if "teacher_top_k" in _changed(algorithm) and not needs(algorithm).top_k:
         raise ConfigError("[algorithm] teacher_top_k: only teacher_divergence 'forward' and 'reverse' compare them")
 

@@ -68,9 +68,10 @@ def model_dir(model: ModelConfig) -> Path:
 
 
 def teacher_dir(config: Config) -> Path | None:
-    """Return the directory of the teacher on this host; None if there is no teacher."""
-    teacher = config.algorithm.teacher
-    return None if teacher is None else find_model(teacher, key="[algorithm] teacher")
+    """Return the directory, on this host, of the teacher that the trainer holds; None if it holds none."""
+    for key, name in config.trainer_teachers.items():
+        return find_model(name.path, name.revision, key=key)
+    return None
 
 
 def given_model(path: str, key: str, *, weights: str = "load") -> Path:

@@ -4,7 +4,7 @@ The TOML sections have the names of the stages. Unknown keys are errors. `tests/
 because adding a key is a feature and renaming a key breaks every user.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import Meta, field
 from msgspec.structs import replace
@@ -591,6 +591,13 @@ class ObserveConfig(Section, frozen=True):
     they are not served."""
 
 
+class ModelName(NamedTuple):
+    """A model that is given by a directory or by its name on the hub."""
+
+    path: str
+    revision: str = ""
+
+
 class Config(Section, frozen=True):
     """The configuration of a run in the short form: its task or tasks, and the sections of its one policy."""
 
@@ -631,6 +638,18 @@ class Config(Section, frozen=True):
     @property
     def teachers(self) -> dict[str, TeacherConfig]:
         """The teachers outside of the trainer, by their names among the scorers."""
+        return {name: one for name, one in self._all_teachers.items() if not one.in_trainer}
+
+    @property
+    def trainer_teachers(self) -> dict[str, ModelName]:
+        """The teachers that the trainer is to hold, by their keys. At most one is accepted."""
+        short = self.algorithm.teacher
+        given = {} if short is None else {"[algorithm] teacher": ModelName(short)}
+        inside = {name: one for name, one in self._all_teachers.items() if one.in_trainer}
+        return given | {f"[scorers.{name}] model": ModelName(one.model, one.revision) for name, one in inside.items()}
+
+    @property
+    def _all_teachers(self) -> dict[str, TeacherConfig]:
         return {name: one for name, one in self.scorers.items() if isinstance(one, TeacherConfig)}
 
     @property
@@ -646,7 +665,10 @@ class Config(Section, frozen=True):
 
 
 def _has_model(section: ModelScorerSection) -> bool:
-    return bool(section.model) or (isinstance(section, TeacherConfig) and section.policy != "none")
+    """Return whether the section has a model in a worker process of its own."""
+    if isinstance(section, TeacherConfig):
+        return section.policy != "none" or (bool(section.model) and not section.in_trainer)
+    return bool(section.model)
 
 
 def as_engine(config: Config, scorer: ModelScorerSection) -> Config:

@@ -165,6 +165,9 @@ class ProcessRewardConfig(ModelScorerSection, frozen=True, kw_only=True, tag="pr
 class TeacherConfig(ModelScorerSection, frozen=True, kw_only=True, tag="teacher"):
     """[scorers.NAME] kind = "teacher": a model that scores every token of an answer, for a loss that learns from it."""
 
+    in_trainer: bool = False
+    """Whether the trainer holds the model beside the policy, on every rank. Otherwise it runs in a worker process of
+    its own. `[algorithm] teacher` is the short form of such a section."""
     policy: Literal["none", "ema", "earlier"] = "none"
     """A teacher that follows the policy, in place of `model` or `url`. `ema`: an exponential moving average of the
     policy's weights. `earlier`: the policy's version of `versions_ago` versions before."""
@@ -201,11 +204,21 @@ def check_scorer(place: str, scorer: ScorerConfig) -> None:
         _check_teacher(place, scorer)
 
 
+IN_TRAINER = ("in_trainer", "model", "revision")
+"""The keys of a teacher in the trainer. What else a section has says how a worker process or a server is asked."""
+
+
 def _check_teacher(place: str, teacher: TeacherConfig) -> None:
     if [bool(teacher.model), bool(teacher.url), teacher.policy != "none"].count(True) != 1:
         raise ConfigError(
             f"[{place}] model: give the model of the teacher, the url of a server, or policy (one of them)"
         )
+    if teacher.in_trainer:
+        if not teacher.model:
+            raise ConfigError(f"[{place}] in_trainer: the trainer can hold a model, and no other teacher")
+        for key in teacher.__struct_fields__:
+            if key not in IN_TRAINER and getattr(teacher, key) != getattr(TeacherConfig(), key):
+                raise ConfigError(f"[{place}] {key}: with in_trainer = true nothing looks at it")
     readers = {"decay": ("ema",), "versions_ago": ("earlier",), "every": ("ema", "earlier")}
     for key, kinds in readers.items():
         if teacher.policy not in kinds and getattr(teacher, key) != getattr(TeacherConfig(), key):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from headrace.config import AgentTaskConfig, Config, DatasetTaskConfig, EnvironmentTaskConfig, TaskConfig
 from headrace.config.checks import in_section
 from headrace.config.file_digests import check_digests
-from headrace.config.hub import find_model, model_dir, teacher_dir
+from headrace.config.hub import find_model, model_dir
 from headrace.config.memory import longest_sequence
 from headrace.config.model_dir import ModelFacts
 from headrace.errors import ConfigError, DataError, UserError
@@ -76,8 +76,8 @@ def _import_functions(task: TaskConfig) -> None:
 def check_models(config: Config) -> None:
     """Raise `ModelError` if a file that the run loads weights from has changed since Headrace wrote it."""
     check_digests(model_dir(config.model), "[model] path")
-    if (teacher := teacher_dir(config)) is not None:
-        check_digests(teacher, "[algorithm] teacher")
+    for key, teacher in config.trainer_teachers.items():
+        check_digests(find_model(teacher.path, teacher.revision, key=key), key)
     for name, section in config.teachers.items():
         if section.model:
             key = f"[scorers.{name}] model"

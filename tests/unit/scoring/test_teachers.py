@@ -342,6 +342,7 @@ def test_an_engine_without_a_proved_version_scores_nothing() -> None:
 
 MINIMAL = {"model": {"path": "m"}, "task": {"kind": "dataset", "path": "p.jsonl", "reward": "r.py:r"}}
 TEACHER = ["algorithm.loss=distillation", "scorers.big.kind=teacher"]
+HELD = [*TEACHER, "scorers.big.model=m", "scorers.big.in_trainer=true"]
 SERVER = ["scorers.big.url=http://x/v1", "scorers.big.served_model=n", "scorers.big.tokenizer=t"]
 
 
@@ -361,6 +362,11 @@ SERVER = ["scorers.big.url=http://x/v1", "scorers.big.served_model=n", "scorers.
         ([*TEACHER, "scorers.big.policy=ema", "scorers.big.versions_ago=2"], r"versions_ago: only policy = 'earlier'"),
         ([*TEACHER, "scorers.big.policy=ema", "training.ranks=2"], r"\[scorers.big\] policy: not with several"),
         ([*TEACHER, "scorers.big.policy=ema", "scorers.big.dtype=bfloat16"], r"\[scorers.big\] dtype: a teacher that"),
+        ([*TEACHER, "scorers.big.policy=ema", "scorers.big.in_trainer=true"], r"\[scorers.big\] in_trainer: the"),
+        ([*HELD, "scorers.big.gpus=[0]"], r"\[scorers.big\] gpus: with in_trainer = true nothing looks at it"),
+        ([*HELD, "algorithm.teacher=t"], r"\[algorithm\] teacher: \[scorers.big\] model is held by the trainer too"),
+        ([*HELD, "scorers.more.kind=teacher", "scorers.more.model=m"], r"\[scorers.big\] model: \[scorers.more\] is a"),
+        ([*HELD, "algorithm.loss=grpo"], r"\[scorers.big\] model: only loss 'distillation' learns from one"),
         ([*TEACHER, "scorers.big.model=m", "algorithm.loss=grpo"], r"\[scorers.big\]: nothing learns from a teacher"),
     ],
 )
