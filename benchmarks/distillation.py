@@ -4,12 +4,12 @@
 
 - The teacher is the quickstart's model after the whole quickstart (150 versions), with seed 0.
 - A student is the same model after the quickstart's warm start, with a seed of its own, which no other run has.
-- "RL alone" is the quickstart as it is: 16 groups of 8 answers in a version. "RL and reverse" is the same run with a teacher
-  added to its reward.
-- The other students compare no answers with each other. Their versions have one answer to each of 32 prompts, and their learning
-  rate is the quickstart's, constant.
-- These settings were chosen with seed 9, which is not measured: with 4 groups of 8 answers, students forget what they know, and
-  RL alone does not reach its teacher.
+- "RL alone" is the quickstart as it is: 16 groups of 8 answers in a version. "RL and reverse" is the same run with a
+  teacher added to its reward.
+- The other students compare no answers with each other. Their versions have one answer to each of 32 prompts, and
+  their learning rate is the quickstart's, constant.
+- These settings were chosen with seed 9, which is not measured: with 4 groups of 8 answers, students forget what they
+  know, and RL alone does not reach its teacher.
 - An evaluation has 1,000 held-out prompts, greedy. The student has reached its teacher at the first evaluation whose
   score is at least the teacher's score minus 2 standard errors of the difference of two such scores.
 - The figure is the number of trained tokens up to that version. A student that never gets there counts as all its
@@ -75,7 +75,7 @@ class Size:
     """The sizes of the runs."""
 
     def __init__(self, teacher: int = 150, prompts: int = 1000, warm: int = 250, only: int | None = None) -> None:
-        """`teacher` is the number of the teacher's versions, `only` that of the students', by default that of their arms.
+        """`teacher` is the number of the teacher's versions. `only` is that of the students, by default their arm's.
 
         `warm` is the number of supervised steps, by default the quickstart's.
         """
