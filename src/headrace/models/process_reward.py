@@ -9,8 +9,9 @@ The model is a token classifier, whose label at a token is the verdict, or a cau
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -123,23 +124,48 @@ class ProcessRewardModel:
         return found
 
 
+class _Alike(NamedTuple):
+    """Rollouts of one pass that were equally long and have grown by equally many tokens."""
+
+    past: int
+    """The length of each before the pass."""
+    rows: list[int]
+    """The numbers of the rollouts."""
+    places: torch.Tensor
+    """Where in the pass their new tokens stand, [rollouts, tokens]."""
+
+
 class _Growing:
-    """The attention of one pass: the new tokens of each rollout see that rollout's earlier tokens, and each other."""
+    """The attention of one pass: the new tokens of each rollout see that rollout's earlier tokens, and each other.
+
+    Rollouts that were equally long and have grown by equally many tokens are computed together. Answers of one length
+    that were begun together stay so, and then one operation takes the place of one for each rollout.
+    """
 
     def __init__(self, rows: Sequence[_Held], counts: Sequence[int]) -> None:
         self._rows = list(zip(rows, counts, strict=True))
+        alike = dict[tuple[int, int], list[int]]()
+        for number, (row, count) in enumerate(self._rows):
+            alike.setdefault((row.length, count), []).append(number)
+        ends = list(accumulate(counts))
+        self._alike = [
+            _Alike(past, numbers, torch.tensor([range(ends[each] - count, ends[each]) for each in numbers]))
+            for (past, count), numbers in alike.items()
+        ]
         self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Keep the new keys and values, and return the attention output, [1, T, H, Dv]."""
-        found, at = [], 0
-        for row, count in self._rows:
-            end, past = at + count, row.length
-            key = _kept(row.keys, call.layer, call.key[0, :, at:end], past)
-            value = _kept(row.values, call.layer, call.value[0, :, at:end], past)
-            found.append(self._attend(call, call.query[:, :, at:end], key[None], value[None], past))
-            at = end
-        return torch.cat(found, 2).transpose(1, 2)
+        query, key, value = call.query[0], call.key[0], call.value[0]
+        found = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
+        for alike in self._alike:
+            rows = [self._rows[number][0] for number in alike.rows]
+            places = alike.places.to(query.device)
+            keys = _kept([row.keys for row in rows], call.layer, key[:, places], alike.past)
+            values = _kept([row.values for row in rows], call.layer, value[:, places], alike.past)
+            attended = self._attend(call, query[:, places].transpose(0, 1), keys, values, alike.past)
+            found[places] = attended.transpose(1, 2)
+        return found[None]
 
     def _attend(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, past: int
@@ -173,18 +199,23 @@ class _Growing:
         return self._masks[shape]
 
 
-def _kept(rooms: dict[int, torch.Tensor], layer: int, new: torch.Tensor, past: int) -> torch.Tensor:
-    """Write new keys or values, [K, count, D], after the first `past` ones. Return all of them, as a view."""
-    end = past + new.shape[1]
-    room = rooms.get(layer)
-    if room is None or room.shape[1] < end:
-        size = max(2 * past, -(-end // CHUNK) * CHUNK)
-        larger = new.new_empty(new.shape[0], size, new.shape[2])
-        if room is not None:
-            larger[:, :past] = room[:, :past]
-        room = rooms[layer] = larger
-    room[:, past:end] = new
-    return room[:, :end]
+def _kept(rooms: Sequence[dict[int, torch.Tensor]], layer: int, new: torch.Tensor, past: int) -> torch.Tensor:
+    """Write new keys or values of N rollouts, [K, N, count, D], after the first `past` ones of each.
+
+    Return all keys or values of these rollouts, [N, K, past + count, D].
+    """
+    end = past + new.shape[2]
+    for number, own in enumerate(rooms):
+        room = own.get(layer)
+        if room is None or room.shape[1] < end:
+            size = max(2 * past, -(-end // CHUNK) * CHUNK)
+            larger = new.new_empty(new.shape[0], size, new.shape[3])
+            if room is not None:
+                larger[:, :past] = room[:, :past]
+            room = own[layer] = larger
+        room[:, past:end] = new[:, number]
+    kept = [own[layer][:, :end] for own in rooms]
+    return kept[0][None] if len(kept) == 1 else torch.stack(kept)
 
 
 def load_process_reward_model(
