@@ -81,15 +81,20 @@ def rollouts(count: int, seed: int) -> dict[str, np.ndarray]:
     return {f"{n}/0": draw.integers(0, 40, int(draw.integers(3, 150))).astype(np.int32) for n in range(count)}
 
 
-def read_in_steps(model: ProcessRewardModel, tokens: dict[str, np.ndarray], seed: int) -> dict[str, list[float]]:
-    """Read the rollouts in steps of random lengths, several at a time, and return a value for every token."""
+def read_in_steps(
+    model: ProcessRewardModel, tokens: dict[str, np.ndarray], seed: int, *, alike: bool = False
+) -> dict[str, list[float]]:
+    """Read the rollouts in steps of random lengths, several at a time, and return a value for every token.
+
+    If they are `alike`, all are read at a time, in steps of the same lengths until one of them ends.
+    """
     draw = random.Random(seed)
     values: dict[str, list[float]] = {id: [] for id in tokens}
     while left := [id for id in tokens if len(values[id]) < len(tokens[id])]:
-        growths = []
-        for id in draw.sample(left, draw.randint(1, len(left))):
+        growths, size = [], draw.randint(1, 40)
+        for id in left if alike else draw.sample(left, draw.randint(1, len(left))):
             start = len(values[id])
-            new = tokens[id][start : start + draw.randint(1, 70)]
+            new = tokens[id][start : start + (size if alike else draw.randint(1, 70))]
             growths.append(Growth(id, start, new, range(len(new))))
         for growth, found in zip(growths, model.grow(growths), strict=True):
             values[growth.rollout] += found
@@ -101,13 +106,14 @@ def whole(reference, ids: np.ndarray) -> torch.Tensor:
     return reference(input_ids=torch.from_numpy(ids).long()[None]).logits[0].double()
 
 
+@pytest.mark.parametrize("alike", [False, True], ids=["mixed", "alike"])
 @pytest.mark.parametrize("name", classifiers())
-def test_steps_of_a_classifier_are_judged_as_in_one_pass(name: str, tmp_path: Path) -> None:
+def test_steps_of_a_classifier_are_judged_as_in_one_pass(name: str, alike: bool, tmp_path: Path) -> None:
     path = save(classifiers, name, tmp_path)
     reference = AutoModelForTokenClassification.from_pretrained(path, attn_implementation="eager").eval()
     model = load_process_reward_model(path, good="right" if name != "one label" else "", max_length=256)
     tokens = rollouts(6, seed=1)
-    values = read_in_steps(model, tokens, seed=2)
+    values = read_in_steps(model, tokens, seed=2, alike=alike)
     spread = []
     for id, ids in tokens.items():
         logits = whole(reference, ids)
@@ -117,14 +123,17 @@ def test_steps_of_a_classifier_are_judged_as_in_one_pass(name: str, tmp_path: Pa
     assert torch.cat(spread).std() > 0.05  # Otherwise the comparison would say little.
 
 
+@pytest.mark.parametrize("alike", [False, True], ids=["mixed", "alike"])
 @pytest.mark.parametrize("name", language_models())
 @pytest.mark.parametrize("bad", [None, BAD])
-def test_steps_of_a_language_model_are_judged_by_its_next_token(name: str, bad: int | None, tmp_path: Path) -> None:
+def test_steps_of_a_language_model_are_judged_by_its_next_token(
+    name: str, bad: int | None, alike: bool, tmp_path: Path
+) -> None:
     path = save(language_models, name, tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
     model = load_process_reward_model(path, good="+", bad="" if bad is None else "-", max_length=256)
     tokens = rollouts(5, seed=3)
-    values = read_in_steps(model, tokens, seed=4)
+    values = read_in_steps(model, tokens, seed=4, alike=alike)
     for id, ids in tokens.items():
         chances = whole(reference, ids).softmax(-1)
         wanted = chances[:, GOOD] if bad is None else chances[:, GOOD] / (chances[:, GOOD] + chances[:, BAD])
