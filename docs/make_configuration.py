@@ -79,7 +79,7 @@ Some rules concern several keys. Breaking one of them is an error too:
 | `[algorithm] overlong_buffer` | It must not be above `[rollouts] max_tokens`. |
 | `[algorithm] baseline`, `outcome_weight` | They need `credit` other than `"rollout"`. |
 | `[algorithm] discount` | It needs `credit` other than `"rollout"`, or `critic`. |
-| `[algorithm] critic` | It is refused with `advantage`, `credit` and `[training] tensor_parallel` above 1. |
+| `[algorithm] critic` | It is refused with `advantage` and `credit`. |
 | `[algorithm] baseline` | `"state"` needs `credit = "turn"`. |
 | `[algorithm] minibatches` | It must not be above `[buffer] groups`. |
 | `[algorithm] mask_overlong` | It is refused with `[buffer] filter = ["overlong"]`. |

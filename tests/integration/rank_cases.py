@@ -19,7 +19,7 @@ from random_models import AllDouble, in_minibatches, model_dir, random_batch, wi
 
 from forked_processes import PROCESSES
 from headrace.channel.codec import encode
-from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
+from headrace.config.schema import AlgorithmConfig, LoraConfig, TrainingConfig, WarmStartConfig
 from headrace.delivery.base import Manifest, canary_sequence
 from headrace.delivery.parts import TrainerRanks
 from headrace.delivery.publisher import Publisher
@@ -27,6 +27,11 @@ from headrace.delivery.transports import sender
 from headrace.delivery.transports.base import SenderSettings
 from headrace.errors import DeliveryError
 from headrace.models.loading import load_model
+from headrace.models.lora import frozen_linears
+from headrace.models.rounding import hold_in_four_bits, round_weights
+from headrace.training.checkpoints.base import latest
+from headrace.training.checkpoints.saving import CRITIC_FILE
+from headrace.training.lora import TrainedAdapter
 from headrace.training.ranks import Ranks, join
 from headrace.training.serving import prepare_model
 from headrace.training.trainer import Trainer
@@ -49,6 +54,8 @@ class Case(msgspec.Struct, frozen=True):
     """How often two minibatches of each batch are trained; 0 leaves the batch whole."""
     credit: bool = False
     """Whether every token has an advantage of its own."""
+    lora: LoraConfig | None = None
+    """The adapter that is trained, if not all weights are."""
 
 
 PLAIN = Case()
@@ -115,6 +122,7 @@ def make_trainer(model_path: Path, ranks: Ranks | None, case: Case = PLAIN) -> T
     if hasattr(model.config, "num_local_experts"):
         # Experts one by one: the grouped kernels do not have float64.
         model.set_experts_implementation("eager")
+    adapter = None if case.lora is None else _make_adapter(model, case.lora, model_path)
     prepare_model(model, case.training, ranks)
     teacher = case.algorithm.teacher
     return Trainer(
@@ -125,7 +133,18 @@ def make_trainer(model_path: Path, ranks: Ranks | None, case: Case = PLAIN) -> T
         warm_start=WarmStartConfig(),
         teacher=load_model(model_path.with_name(teacher), dtype="float64") if teacher else None,
         ranks=ranks,
+        adapter=adapter,
     )
+
+
+def _make_adapter(model: Any, lora: LoraConfig, base: Path) -> TrainedAdapter:
+    if lora.base == "nf4":
+        layers = frozen_linears(model, tuple(lora.modules))
+        round_weights(layers)
+        hold_in_four_bits(model, layers)
+    adapter = TrainedAdapter(model, lora, base=base)
+    model.double()  # The adapter of a layer in 4 bits is float32.
+    return adapter
 
 
 def train(trainer: Trainer, first: int, last: int, case: Case = PLAIN) -> Result:
@@ -156,6 +175,13 @@ def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
         name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
         for name, tensor in trainer.weights().items()
     }
+
+
+def value_head(directory: Path) -> dict[str, torch.Tensor]:
+    """Return the critic's head and its moments from the latest checkpoint in this directory."""
+    saved = latest(directory)
+    assert saved is not None
+    return load_file(saved / CRITIC_FILE)
 
 
 def tell_tensors(ranks: Ranks, path: Path, found: dict[str, Any]) -> None:
@@ -200,6 +226,8 @@ def train_and_tell(ranks: Ranks, path: Path, model_path: Path, steps: int, case:
         scores = trainer.score(CANARY)
     (path / f"result-{ranks.rank}.json").write_bytes(msgspec.json.encode(result))
     tell_tensors(ranks, path, {"weights": after, "scores": torch.from_numpy(scores)})
+    if case.algorithm.critic:
+        trainer.save(path / "saved", source=model_path)
 
 
 def train_and_save(
@@ -222,6 +250,8 @@ def load_and_train(
     result = train(trainer, first, last, case)
     (path / f"result-{ranks.rank}.json").write_bytes(msgspec.json.encode(result))
     tell_tensors(ranks, path, {"weights": whole_weights(trainer)})
+    if case.algorithm.critic:
+        trainer.save(path / "saved", source=model_path)
 
 
 def load_and_save(

@@ -12,7 +12,9 @@ from peft import PeftModel
 from rank_cases import (
     TRAINING,
     AllDouble,
+    Case,
     Result,
+    make_trainer,
     model_dir,
     on_ranks,
     read_tensors,
@@ -23,14 +25,9 @@ from rank_cases import (
 from runs import QUICKSTART, headrace, small_settings
 from transformers import AutoModelForCausalLM
 
-from headrace.config.schema import AlgorithmConfig, LoraConfig, WarmStartConfig
-from headrace.models.loading import load_model
-from headrace.models.lora import frozen_linears
-from headrace.models.rounding import hold_in_four_bits, round_weights
+from headrace.config.schema import AlgorithmConfig, LoraConfig
 from headrace.training.checkpoints.base import latest
-from headrace.training.lora import TrainedAdapter
 from headrace.training.ranks import Ranks
-from headrace.training.serving import prepare_model
 from headrace.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow
@@ -43,25 +40,7 @@ TOLERANCE = 1e-8
 def make(path: Path, ranks: Ranks | None, lora: LoraConfig = LORA) -> Trainer:
     # What is dropped depends on the order of the rows, which is another one on several ranks. So there is only one.
     training = msgspec.structs.replace(TRAINING, micro_batch_tokens=4096) if lora.dropout else TRAINING
-    model = load_model(path, dtype="float64")
-    if hasattr(model.config, "num_local_experts"):
-        model.set_experts_implementation("eager")  # The grouped kernels do not have float64.
-    if lora.base == "nf4":
-        layers = frozen_linears(model, tuple(lora.modules))
-        round_weights(layers)
-        hold_in_four_bits(model, layers)
-    adapter = TrainedAdapter(model, lora, base=path)
-    model.double()  # The adapter of a layer in 4 bits is float32.
-    prepare_model(model, training, ranks)
-    return Trainer(
-        model,
-        WITH_REFERENCE,
-        training,
-        total_steps=20,
-        warm_start=WarmStartConfig(),
-        ranks=ranks,
-        adapter=adapter,
-    )
+    return make_trainer(path, ranks, Case(WITH_REFERENCE, training, lora=lora))
 
 
 def begin_and_save(ranks: Ranks, path: Path, model_path: Path, checkpoints: Path, lora: LoraConfig = LORA) -> None:

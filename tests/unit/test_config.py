@@ -309,8 +309,6 @@ def test_values_that_cannot_go_together() -> None:
     for key in ("credit=turn", "advantage=rloo"):
         with pytest.raises(ConfigError, match=r"\[algorithm\] \w+: the critic gives every token its advantage"):
             make_config(MINIMAL, ["algorithm.critic=true", f"algorithm.{key}"])
-    with pytest.raises(ConfigError, match=r"\[algorithm\] critic: its value head needs whole hidden states"):
-        make_config(MINIMAL, ["algorithm.critic=true", "training.ranks=2", "training.tensor_parallel=2"])
     with pytest.raises(ConfigError, match=r"\[algorithm\] critic: it judges by rewards, which loss 'distillation'"):
         make_config(MINIMAL, ["algorithm.critic=true", "algorithm.loss=distillation", "algorithm.teacher=t"])
     with pytest.raises(ConfigError, match=r"\[scoring\] shuffle: only the rewards .* a critic learns from finer"):
@@ -376,7 +374,9 @@ def test_values_that_cannot_go_together() -> None:
     for allowed in ("lora.base=nf4", "training.optimizer=adamw_8bit", "delivery.send=delta", "delivery.transport=nccl"):
         assert make_config(MINIMAL, ["training.ranks=2", allowed]).training.processes == 2
         assert make_config(MINIMAL, ["training.offload=true", allowed]).training.offload
-    assert make_config(MINIMAL, ["training.ranks=2", "training.tensor_parallel=2", "lora.rank=4"]).lora is not None
+    tensor_ranks = ["training.ranks=2", "training.tensor_parallel=2"]
+    assert make_config(MINIMAL, [*tensor_ranks, "lora.rank=4"]).lora is not None
+    assert make_config(MINIMAL, [*tensor_ranks, "lora.rank=4", "algorithm.critic=true"]).algorithm.critic
     policies = ["algorithm.kl=k3", "algorithm.loss=decoupled_ppo", "algorithm.proximal=recomputed"]
     assert make_config(MINIMAL, ["training.ranks=2", "training.optimizer=muon", *policies]).algorithm.kl == "k3"
     with pytest.raises(ConfigError, match=r'\[engine\] urls: only engine kind "vllm" has it'):

@@ -178,8 +178,6 @@ def _check_ranks(config: Config) -> None:
     ranks, tensor = config.training.processes, config.training.tensor_parallel
     if config.training.ranks is not None and ranks % tensor:
         raise ConfigError(f"[training] tensor_parallel: {tensor} does not divide ranks = {ranks}")
-    if config.algorithm.critic and tensor > 1:
-        raise ConfigError("[algorithm] critic: its value head needs whole hidden states, so tensor_parallel must be 1")
 
 
 def check_transport(config: Config) -> None:

@@ -1,7 +1,10 @@
 """The critic: a value head on the trunk of the policy, with an optimizer of its own.
 
-Every rank holds the whole head, which is one vector and one number, and all ranks make the same steps with it. The head
-is no part of the model: it is never published, and checkpoints keep it in a file beside the optimizer.
+Every rank holds the whole head, which is one vector and one number, and all ranks make the same steps with it. Tensor
+ranks need nothing of their own for this, because the states that the head reads, and their gradients, are whole on each
+of them.
+
+The head is no part of the model: it is never published, and checkpoints keep it in a file beside the optimizer.
 """
 
 from collections.abc import Mapping
