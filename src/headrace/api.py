@@ -25,7 +25,7 @@ from headrace.types import Rollout
 
 if TYPE_CHECKING:
     from headrace.pipeline.inputs import Given
-    from headrace.pipeline.launch import RunSession
+    from headrace.pipeline.run_session import RunSession
     from headrace.tasks.base import Task
 
 PromptLike = str | Sequence[Mapping[str, str]] | Mapping[str, Any]

@@ -97,3 +97,11 @@ class WrongBase(DeliveryError):
 
 class StallError(HeadraceError):
     """The pipeline made no progress."""
+
+
+def first_cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the error that a person should read: the first one of Headrace's own, or else the first one."""
+    found: BaseException = failures.subgroup(HeadraceError) or failures
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    return found

@@ -5,7 +5,7 @@ import contextlib
 import resource
 import secrets
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -39,12 +39,20 @@ class HeardBy:
     def beats(self, peer: str) -> int:
         return sum(name == peer and isinstance(message, Heartbeat) for name, message in self.messages)
 
-    def link(self, name: str, epoch: int = 0, *, admitted: bool = True, lost: list[str] | None = None) -> WorkerLink:
+    def link(
+        self,
+        name: str,
+        epoch: int = 0,
+        *,
+        admitted: bool = True,
+        lost: list[str] | None = None,
+        new_log_text: Callable[[], str] = str,
+    ) -> WorkerLink:
         keys = LinkKeys.made(self.hub.public_key)
         if admitted:
             self.hub.expect(name, epoch, keys.public.decode())
         on_lost = (lambda: lost.append(name)) if lost is not None else lambda: None
-        return WorkerLink(name, self.hub.address, None, on_lost, epoch=epoch, keys=keys)
+        return WorkerLink(name, self.hub.address, None, on_lost, epoch=epoch, keys=keys, new_log_text=new_log_text)
 
 
 @pytest.fixture
@@ -77,9 +85,8 @@ async def test_a_worker_may_connect_before_its_key_is_known(heard: HeardBy) -> N
 
 
 async def test_what_a_worker_starts_from_and_its_log_travel_over_the_link(heard: HeardBy, tmp_path: Path) -> None:
-    link = heard.link("engine-0")
     lines = ["first line\n", "second line\n"]
-    link.new_log_text = lambda: lines.pop(0) if lines else ""
+    link = heard.link("engine-0", new_log_text=lambda: lines.pop(0) if lines else "")
     link.start()
     await until(lambda: heard.messages)
     sent = Welcome(run="run", token="t", files={"config.toml": b"\x00\xff"}, silence_seconds=7.0, last_step=3)

@@ -25,9 +25,11 @@ ASSEMBLIES = {
     "headrace.cluster.launchers.fork_server": "loads the libraries of workers ahead",
     "headrace.cluster.worker_main": "assembles the roles of a worker",
     "headrace.pipeline.inputs": "makes tasks, scorers and tokenizers",
-    "headrace.pipeline.launch": "assembles a run",
+    "headrace.pipeline.launch": "starts or resumes a run",
     "headrace.pipeline.replay": "assembles a trainer alone",
+    "headrace.pipeline.run_session": "assembles a run",
     "headrace.pipeline.trial": "tries tasks, scorers and tokenizers",
+    "headrace.pipeline.workers": "makes the worker processes of a run, and their handles",
     "headrace.sim": "assembles a run of fakes",
 }
 """Modules and packages that may know concrete classes: they choose one and hand it to those who use it."""

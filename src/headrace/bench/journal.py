@@ -28,7 +28,7 @@ from headrace.observe.progress import NoProgress
 from headrace.observe.records import DeliveryRecord, StepRecord
 from headrace.pipeline.batches import recorded_batches
 from headrace.pipeline.inputs import check_inputs
-from headrace.pipeline.launch import RunSession
+from headrace.pipeline.run_session import RunSession
 from headrace.review.summary import read_ledgers
 from headrace.run_dir import RunDir
 from headrace.types import NO_VERSION, Group, Prompt, Rollout, Trace, Version

@@ -20,7 +20,8 @@ from headrace.bench.options import parse_lengths
 from headrace.buffer.reader import open_readonly
 from headrace.config import Config, make_config
 from headrace.observe.progress import NoProgress
-from headrace.pipeline.launch import RunSession, start_run
+from headrace.pipeline.launch import start_run
+from headrace.pipeline.run_session import RunSession
 from headrace.tasks.base import EnvironmentStep
 from headrace.tasks.dataset import SingleTurn, SingleTurnTask
 from headrace.types import Prompt

@@ -68,6 +68,10 @@ class WorkerLink:
     were started before. With `keys`, the link is encrypted. `run_dir` is None until `receive_welcome` if the worker has
     no run directory.
 
+    `new_log_text` returns what was written to the log since its last call, to be sent to the controller; on the
+    controller's host, nothing. `peak_memory` returns the peak GPU memory of this process in bytes. The thread of the
+    channel calls both, at every heartbeat, so neither may wait for anything.
+
     `send`, `reply`, `fail` and `count_generated` may be called from any thread. `on_lost` is called when nothing was
     heard from the controller for too long, and again at every later heartbeat while the silence lasts, and when this
     process was replaced by another one. It runs in the thread of the channel, and so does `beat`: nothing is sent or
@@ -85,21 +89,21 @@ class WorkerLink:
         epoch: int = 0,
         own_address: str = "",
         keys: LinkKeys | None = None,
+        new_log_text: Callable[[], str] = str,
+        peak_memory: Callable[[], int] = int,
     ) -> None:
         self.name = name
         self.neighbours = neighbours
         self.own_address = own_address
         """The address at which other hosts reach this one. Empty on a run of one host."""
-        self.new_log_text: Callable[[], str] = str
-        """A function that returns what was written to the log since its last call, to be sent to the controller."""
+        self._new_log_text = new_log_text
         self._run_dir = run_dir
         self._identity = identity(name, epoch)
         self._keys = keys
         self._silence = SILENCE_SECONDS
         self.spans = SpanRecorder()
         self.phase = "starting"
-        self.peak_memory: Callable[[], int] = int
-        """A function that returns the peak GPU memory of this process in bytes. The thread of the channel calls it."""
+        self._peak_memory = peak_memory
         self._generated = 0
         self._lock = threading.Lock()
         self._address = address
@@ -202,7 +206,7 @@ class WorkerLink:
             time=time.monotonic(),
             spans=self.spans.drain(),
             generated_tokens=generated,
-            peak_memory_bytes=self.peak_memory(),
+            peak_memory_bytes=self._peak_memory(),
         )
 
     def close(self) -> None:
@@ -264,5 +268,5 @@ class WorkerLink:
         context.term()
 
     def _send_log(self, socket: zmq.Socket[bytes]) -> None:
-        if text := self.new_log_text():
+        if text := self._new_log_text():
             socket.send_multipart(pack("event", 0, LogText(text=text)), copy=False)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from headrace.config import Config
     from headrace.config.model_dir import ModelFacts
     from headrace.engines.base import Delta, Request
-    from headrace.pipeline.launch import RunSession
+    from headrace.pipeline.run_session import RunSession
     from headrace.pipeline.trial import Tried
     from headrace.tasks.chat import ChatFormat
 

@@ -74,9 +74,9 @@ def main(argv: Sequence[str]) -> int:
         epoch=arguments.epoch,
         own_address=arguments.own_address,
         keys=keys,
+        new_log_text=str if log is None else log.new_text,
+        peak_memory=peak_gpu_memory,
     )
-    if log is not None:
-        link.new_log_text = log.new_text
     link.start()
     with contextlib.ExitStack() as undo:
         undo.callback(link.close)
@@ -169,12 +169,15 @@ def fix_threads(threads: int) -> None:
 
 
 def peak_gpu_memory() -> int:
-    """Return the peak bytes that torch has reserved on GPUs for this process, without the CUDA context."""
-    import torch
+    """Return the peak bytes that torch has reserved on GPUs for this process, without the CUDA context.
 
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    The thread of the link calls this from the start on, while another thread may be importing torch, or none ever does.
+    So this imports nothing: `torch` gets its attribute `cuda` when that module is whole.
+    """
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is None or not cuda.is_initialized():
         return 0
-    return sum(torch.cuda.max_memory_reserved(device) for device in range(torch.cuda.device_count()))
+    return sum(cuda.max_memory_reserved(device) for device in range(cuda.device_count()))
 
 
 def _announce_threads(threads: int) -> None:
@@ -193,7 +196,6 @@ def _serve_engine(link: WorkerLink, config: Config) -> None:
         serve_vllm(link, config, min((gpu.memory for gpu in this_host().gpus), default=0))
         return
     fix_threads(config.engine.threads)
-    link.peak_memory = peak_gpu_memory
     if config.engine.kind == "embedded":
         from headrace.engines.embedded.building import serve as serve_embedded
 
@@ -211,7 +213,6 @@ def _serve_scorer(link: WorkerLink, config: Config) -> None:
     if section.cores:
         os.sched_setaffinity(0, section.cores)
     fix_threads(section.threads)
-    link.peak_memory = peak_gpu_memory
     if isinstance(section, ProcessRewardConfig):
         from headrace.engines.embedded.process_reward import serve as serve_process_reward
 
@@ -233,7 +234,6 @@ def _last_step(link: WorkerLink, config: Config) -> int | None:
 
 def _serve_trainer(link: WorkerLink, config: Config, last_step: int | None, meet_at: str) -> None:
     fix_threads(config.training.threads)
-    link.peak_memory = peak_gpu_memory
     from headrace.training.serving import TrainerRole
 
     TrainerRole(link, config, last_step, meet_at).run()

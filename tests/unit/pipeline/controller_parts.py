@@ -16,13 +16,12 @@ from headrace.delivery.base import Manifest
 from headrace.engines.fake import FakeEngine
 from headrace.engines.fake_policy import FakePolicy
 from headrace.engines.pool import EnginePool
-from headrace.errors import PeerDied
+from headrace.errors import PeerDied, first_cause
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.progress import NoProgress
 from headrace.observe.spans import RunClock
 from headrace.pipeline.controller import Controller
 from headrace.pipeline.elastic import Crew
-from headrace.pipeline.launch import first_cause
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Outputs
 from headrace.pipeline.waits import Waits

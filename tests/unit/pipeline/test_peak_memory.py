@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,9 +18,8 @@ from headrace.cluster.worker_main import peak_gpu_memory
 
 
 def test_a_beat_says_what_the_process_has_held(tmp_path: Path) -> None:
-    link = WorkerLink("engine-0", f"ipc://{tmp_path}/hub", tmp_path)
-    assert link.beat().peak_memory_bytes == 0
-    link.peak_memory = lambda: 7
+    assert WorkerLink("engine-0", f"ipc://{tmp_path}/hub", tmp_path).beat().peak_memory_bytes == 0
+    link = WorkerLink("engine-0", f"ipc://{tmp_path}/hub", tmp_path, peak_memory=lambda: 7)
     assert link.beat().peak_memory_bytes == 7
 
 
@@ -28,6 +29,18 @@ def test_all_gpus_of_a_process_count_once_it_uses_one(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 10 * (device + 1))
     assert peak_gpu_memory() == 30
+
+
+@pytest.mark.parametrize("half", [None, ModuleType("torch")])
+def test_a_process_that_has_not_loaded_torch_has_held_nothing(
+    half: ModuleType | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither is torch loaded for the answer. A module that another thread is importing has no `cuda` yet."""
+    monkeypatch.delitem(sys.modules, "torch")
+    if half is not None:
+        monkeypatch.setitem(sys.modules, "torch", half)
+    assert peak_gpu_memory() == 0
+    assert sys.modules.get("torch") is half
 
 
 async def test_the_journal_keeps_the_most_of_each_process(tmp_path: Path) -> None:
