@@ -49,7 +49,7 @@ from headrace.delivery.transports.tcp_wire import KEYS
 from headrace.engines.pool import EnginePool
 from headrace.engines.serving import RemoteEngine
 from headrace.engines.vllm.building import check_hosts
-from headrace.errors import DiskError, HeadraceError, RunFinished, UserError
+from headrace.errors import DeadlineError, DiskError, HeadraceError, RunFinished, UserError
 from headrace.gateway.agents import AgentTask
 from headrace.gateway.episode import AgentEpisode
 from headrace.gateway.relay import KEY_VARIABLE, Relay, checked_key
@@ -66,7 +66,7 @@ from headrace.pipeline.inputs import NOTHING, Given, ReadyTask, check_inputs
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Outputs
 from headrace.pipeline.trial import check_models
-from headrace.pipeline.waits import Status, Waits
+from headrace.pipeline.waits import Status, Waits, scorer_waits
 from headrace.review.summary import write_report, write_summary
 from headrace.run_dir import RunDir, set_aside, with_name, write_whole
 from headrace.tasks.chat import ChatFormat
@@ -307,7 +307,7 @@ class RunSession:
                 if self._gateway is not None:
                     self._gateway.close()
                 # Before the run has begun, no process has anything to finish: Ctrl-C then ends them at once.
-                await asyncio.gather(workers.fleet.stop(STOP_SECONDS if self.started else 0.0), self._task.close())
+                await asyncio.gather(workers.fleet.stop(STOP_SECONDS if self.started else 0.0), self._close_task())
                 await asyncio.to_thread(workers.mps.stop)
             clean(self.config.delivery, self.run_dir.path)
             self.run_dir.status.unlink(missing_ok=True)
@@ -321,6 +321,12 @@ class RunSession:
                         write_report(self.run_dir.path)
             finally:
                 self.progress.stop()
+
+    async def _close_task(self) -> None:
+        try:
+            await self._task.close()
+        except DeadlineError as error:
+            self.progress.note(f"{error}; the run ends without it")
 
     async def _supervised(self, workers: Workers) -> None:
         fleet, waits = workers.fleet, Waits()
@@ -476,11 +482,12 @@ class RunSession:
 
     async def _watch_loop(self, workers: Workers, controller: Controller) -> None:
         watch, fleet, limit = controller.watch, workers.fleet, self.config.pipeline.stall_seconds
+        questions = controller.parts.scoring.questions
         turns = self.config.pipeline.one_gpu == "turns" or bool(workers.mps.missing)
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            if fleet.restarting or controller.parts.scoring.asking:
-                controller.waits.moved()  # Each restart, and each question to a scorer, has its own deadline.
+            if fleet.restarting or questions.within_limits:
+                controller.waits.moved()  # Restarts, and questions to scorers, have limits of their own.
             if turns and fleet.phases.get(TRAINER) == "stepping":
                 # These may be waiting for their turn on the GPU, so that their silence is no fault.
                 for name in workers.beside_trainer:
@@ -501,7 +508,7 @@ class RunSession:
             if not self.run_dir.journal.is_file():
                 raise UserError(f"{self.run_dir.path}, the directory of the run, is gone: the run ends")
             self._write_status(controller.status(fleet.phases))
-            controller.waits.check(limit)
+            controller.waits.check(limit, scorer_waits(questions.silent()))
 
     def _write_status(self, status: Status) -> None:
         """Write `status.json`. The run goes on if that fails, and says so once."""
