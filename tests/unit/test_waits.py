@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from headrace.errors import StallError
-from headrace.pipeline.waits import Waits
+from headrace.pipeline.waits import Waits, scorer_waits
 
 
 async def test_a_wait_ends_when_its_condition_holds() -> None:
@@ -48,8 +48,15 @@ async def test_a_stall_is_reported_with_every_wait_oldest_first() -> None:
     assert str(caught.value) == (
         "no progress for 61 s: train waits for 4 more groups, since 61 s; deliver waits for version 3, since 56 s"
     )
+    asked = scorer_waits({"the scorer 'slow'": (2, 40.0), "the teacher 'big'": (1, 3.0)})
+    with pytest.raises(StallError) as caught:
+        waits.check(60, asked)
+    assert str(caught.value).endswith(
+        "since 56 s; 2 questions wait for an answer of the scorer 'slow', since 40 s; "
+        "1 question waits for an answer of the teacher 'big', since 3 s"
+    )
     waits.moved()
-    waits.check(limit=60)
+    waits.check(60, asked)
     for task in (first, second):
         task.cancel()
     await asyncio.gather(first, second, return_exceptions=True)

@@ -538,8 +538,8 @@ class PipelineConfig(Section, frozen=True):
     stays on this host, and forks on Linux where no GPU is used."""
     stall_seconds: PositiveFloat = 120.0
     """Seconds without any progress after which the run ends, with a report of who waits for whom. After half of this
-    time, an engine that has requests and sends no token is declared dead. The restart of a process, and a question to a
-    scorer, have limits of their own and do not count."""
+    time, an engine that has requests and sends no token is declared dead. The restart of a process has a limit of its
+    own and does not count, nor does a question to a scorer for as long as the limits of the scorer allow."""
     start_seconds: PositiveFloat = 300.0
     """Seconds in which every process must become ready."""
     one_gpu: Literal["turns", "slices", "mps"] = "turns"

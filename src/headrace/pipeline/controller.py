@@ -43,7 +43,7 @@ from headrace.pipeline.scaling import Scaling
 from headrace.pipeline.steps import Steps
 from headrace.pipeline.teacher_versions import TeacherVersions
 from headrace.pipeline.versions import Deliveries, VersionProved, Versions
-from headrace.pipeline.waits import EngineWatch, Status
+from headrace.pipeline.waits import EngineWatch, Status, scorer_waits
 from headrace.rollouts.base import AnyEpisode
 from headrace.rollouts.groups import prepare_group, run_group
 from headrace.training.base import Checkpoint
@@ -164,6 +164,7 @@ class Controller:
     def status(self, processes: Mapping[str, str]) -> Status:
         """Return who waits for whom. `processes` maps a worker process to the phase that it reports."""
         waits = self.waits.entries() + self.watch.waits(self.parts.pool.running)
+        waits += scorer_waits(self.parts.scoring.questions.silent())
         return Status(
             time=time.time(),
             pid=os.getpid(),

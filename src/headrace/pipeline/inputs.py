@@ -85,8 +85,10 @@ class ReadyTask:
 
     async def close(self) -> None:
         """End the workers of agents and scorers. Idempotent."""
-        await self.scoring.close()
-        await self.task.close()
+        try:
+            await self.scoring.close()
+        finally:
+            await self.task.close()
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from headrace.config.model_dir import ModelFacts, model_facts
 from headrace.config.remarks import remarks
 from headrace.delivery.setup import clean
 from headrace.engines.pool import EnginePool
-from headrace.errors import UserError, first_cause
+from headrace.errors import DeadlineError, UserError, first_cause
 from headrace.gateway.agents import AgentTask
 from headrace.gateway.episode import AgentEpisode
 from headrace.gateway.relay import Relay
@@ -45,7 +45,7 @@ from headrace.pipeline.controller import Controller
 from headrace.pipeline.inputs import ReadyTask
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Outputs
-from headrace.pipeline.waits import Status, Waits
+from headrace.pipeline.waits import Status, Waits, scorer_waits
 from headrace.pipeline.workers import TRAINER, Workers
 from headrace.review.summary import write_report, write_summary
 from headrace.run_dir import RunDir, write_whole
@@ -148,7 +148,7 @@ class RunSession:
                 if self._gateway is not None:
                     self._gateway.close()
                 # Before the run has begun, no process has anything to finish: Ctrl-C then ends them at once.
-                await asyncio.gather(workers.fleet.stop(STOP_SECONDS if self.started else 0.0), self._task.close())
+                await asyncio.gather(workers.fleet.stop(STOP_SECONDS if self.started else 0.0), self._close_task())
                 await asyncio.to_thread(workers.mps.stop)
             clean(self.config.delivery, self.run_dir.path)
             self.run_dir.status.unlink(missing_ok=True)
@@ -162,6 +162,12 @@ class RunSession:
                         write_report(self.run_dir.path)
             finally:
                 self.progress.stop()
+
+    async def _close_task(self) -> None:
+        try:
+            await self._task.close()
+        except DeadlineError as error:
+            self.progress.note(f"{error}; the run ends without it")
 
     async def _supervised(self, workers: Workers) -> None:
         fleet, waits = workers.fleet, Waits()
@@ -295,11 +301,12 @@ class RunSession:
 
     async def _watch_loop(self, workers: Workers, controller: Controller) -> None:
         watch, fleet, limit = controller.watch, workers.fleet, self.config.pipeline.stall_seconds
+        questions = controller.parts.scoring.questions
         turns = self.config.pipeline.one_gpu == "turns" or bool(workers.mps.missing)
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            if fleet.restarting or controller.parts.scoring.asking:
-                controller.waits.moved()  # Each restart, and each question to a scorer, has its own deadline.
+            if fleet.restarting or questions.within_limits:
+                controller.waits.moved()  # Restarts, and questions to scorers, have limits of their own.
             if turns and fleet.phases.get(TRAINER) == "stepping":
                 # These may be waiting for their turn on the GPU, so that their silence is no fault.
                 for name in workers.beside_trainer:
@@ -320,7 +327,7 @@ class RunSession:
             if not self.run_dir.journal.is_file():
                 raise UserError(f"{self.run_dir.path}, the directory of the run, is gone: the run ends")
             self._write_status(controller.status(fleet.phases))
-            controller.waits.check(limit)
+            controller.waits.check(limit, scorer_waits(questions.silent()))
 
     def _write_status(self, status: Status) -> None:
         """Write `status.json`. The run goes on if that fails, and says so once."""

@@ -8,7 +8,7 @@ is treated as dead.
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,7 +30,7 @@ class Wait(msgspec.Struct, frozen=True):
     seconds: float
 
     def __str__(self) -> str:
-        verb = "wait" if self.owner.endswith(" requests") else "waits"
+        verb = "wait" if self.owner.endswith((" requests", " questions")) else "waits"
         return f"{self.owner} {verb} for {self.what}, since {self.seconds:.0f} s"
 
 
@@ -78,11 +78,18 @@ class Waits:
         """The seconds since the run last made progress."""
         return self._clock() - self._moved
 
-    def check(self, limit: float) -> None:
-        """Raise `StallError` if nothing has made progress for `limit` seconds."""
+    def check(self, limit: float, others: Sequence[Wait] = ()) -> None:
+        """Raise `StallError` if nothing has made progress for `limit` seconds. `others` are waits to report too."""
         if self.still > limit:
-            waits = "; ".join(map(str, self.entries())) or "nobody waits"
+            waits = "; ".join(map(str, [*self.entries(), *others])) or "nobody waits"
             raise StallError(f"no progress for {self.still:.0f} s: {waits}")
+
+
+def scorer_waits(silent: Mapping[str, tuple[int, float]]) -> list[Wait]:
+    """Return the waits for answers of scorers. `silent` is what `OpenQuestions.silent` returns."""
+    return [
+        Wait(f"{n} question" + "s" * (n != 1), f"an answer of {who}", seconds) for who, (n, seconds) in silent.items()
+    ]
 
 
 class EngineWatch:

@@ -11,12 +11,9 @@ from typing import TypeVar
 
 from headrace.config.scorers import ServedScorerSection
 from headrace.scoring.base import ScoreError
+from headrace.scoring.limits import FIRST_PAUSE, longest_question, longest_wait, next_pause
 
 T = TypeVar("T")
-
-FIRST_PAUSE = 0.25
-"""Seconds before a question is asked again. The pause doubles with each further attempt."""
-LONGEST_PAUSE = 2.0
 
 
 class NoUseToRetry(ScoreError):
@@ -36,16 +33,13 @@ class Asking:
         self._places = asyncio.Semaphore(section.concurrency)
         self._section = section
         self._waiting = 0
-
-    @property
-    def _longest(self) -> float:
-        """The seconds after which a question that has a place has ended."""
-        return (self._section.timeout + LONGEST_PAUSE) * (self._section.retries + 1) + self._section.patience
+        self.longest = longest_question(section)
+        """The seconds within which a question that has a place has ended."""
 
     async def ask(self, attempt: Callable[[int], Awaitable[T]]) -> T:
         """Wait for a place, and call `attempt` with 0, 1, ... until it returns. Raises the last `ScoreError`."""
         # Each earlier question ends in a limited time, so this deadline is not reached while questions are answered.
-        longest = (self._waiting // self._section.concurrency + 2) * self._longest
+        longest = longest_wait(self._waiting, self._section.concurrency, self.longest)
         self._waiting += 1
         try:
             async with asyncio.timeout(longest):
@@ -76,4 +70,4 @@ class Asking:
                 if number > self._section.retries:
                     raise failure
             await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = next_pause(pause)

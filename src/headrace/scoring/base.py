@@ -17,7 +17,7 @@ import asyncio
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, get_args
@@ -27,11 +27,14 @@ import msgspec
 from headrace.channel.codec import Message
 from headrace.channel.hub import Hub
 from headrace.delivery.base import Manifest, Proof
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import ConfigError, DeadlineError, HeadraceError
 from headrace.reference import describe
+from headrace.scoring.open_questions import OpenQuestions
 from headrace.types import Float64Array, Int32Array, Level, Prompt, Rollout, Score, Trace
 
 CLOSE_SECONDS = 10.0
+RELEASE_SECONDS = 30.0
+"""Seconds in which a scorer must close. Reward workers may take 20 of them until all are killed."""
 LEVELS = get_args(Level)
 
 
@@ -177,6 +180,9 @@ class MovingProcess(ScorerProcess, Protocol):
 class Teaching(Protocol):
     """The teachers of a run (see `teachers`)."""
 
+    questions: OpenQuestions
+    """The book in which the teachers count their open questions."""
+
     @property
     def processes(self) -> Sequence[ScorerProcess]:
         """The processes of the teachers' models."""
@@ -205,7 +211,14 @@ class Scorer(ABC):
     step_token_ids: tuple[int, ...] = ()
     """The tokens that end a step, if the scorer judges steps. Engines send tokens at once when they sample one."""
     keeps_deadlines: bool = False
-    """Whether `score` keeps its own time limit. Otherwise `[scoring] timeout` counts from the call of `score`."""
+    """Whether `score` keeps its own time limit. Otherwise `[scoring] timeout` counts from the call of `score`.
+
+    A scorer that keeps its own limit is never interrupted. But a run that waits for such a scorer alone is a stall if
+    no call of `score` has ended for `answers_within` seconds, and then nothing happens for `[pipeline] stall_seconds`.
+    """
+    answers_within: float | None = None
+    """Of a scorer that keeps its own time limit: the seconds within which at least one open call of `score` ends. None
+    means `[scoring] timeout`."""
 
     async def start(self) -> None:  # noqa: B027
         """Prepare the scorer, before the first rollout. Raises `ConfigError` if the scorer cannot be used."""
@@ -230,7 +243,7 @@ class Scorer(ABC):
         """Forget a rollout whose spans were seen, because `score` will not be called for it. Must return at once."""
 
     async def close(self) -> None:  # noqa: B027
-        """Release everything that the scorer holds. Idempotent."""
+        """Release everything that the scorer holds. Idempotent. After 30 seconds the call is cancelled."""
 
 
 class Stage:
@@ -268,9 +281,8 @@ class Stage:
             self.processes |= {process.name: process for process in teachers.processes}
         self.listening = bool(self._listeners)
         """Whether any scorer wants spans."""
-        self.asking = 0
-        """The number of questions to scorers that keep their own deadlines, and to teachers, that are open now. Each of
-        them ends by itself, with an answer or a reason."""
+        self.questions = OpenQuestions() if teachers is None else teachers.questions
+        """The open questions to scorers and teachers."""
         self._told: dict[str, str] = {}
         """The rollouts whose spans were sent to scorers, by id. The value is the first error that a scorer raised about
         a span; empty if there was none."""
@@ -287,7 +299,7 @@ class Stage:
     async def start(self) -> None:
         """Start every scorer. Raises `ConfigError`. After an error, no scorer is left open."""
         async with AsyncExitStack() as unless_started:
-            unless_started.push_async_callback(self.close)
+            unless_started.push_async_callback(self._close_after_error)
             for name, scorer in self.scorers.items():
                 await _started(name, scorer)
             if self._teachers is not None:
@@ -295,13 +307,33 @@ class Stage:
             unless_started.pop_all()
 
     async def close(self) -> None:
-        """Close every scorer, whatever another one does meanwhile. Idempotent. Raises the first error of a scorer."""
-        closing = [asyncio.create_task(scorer.close(), name=f"close {name}") for name, scorer in self.scorers.items()]
+        """Close every scorer, whatever another one does meanwhile. Idempotent.
+
+        Raises the first error of a scorer, and `DeadlineError` if a scorer does not close in time.
+        """
+        closing = {asyncio.create_task(one.close()): f"the scorer {name!r}" for name, one in self.scorers.items()}
         if self._teachers is not None:
-            closing.append(asyncio.create_task(self._teachers.close(), name="close the teachers"))
-        for error in await asyncio.gather(*closing, return_exceptions=True):
-            if isinstance(error, BaseException):
-                raise error
+            closing[asyncio.create_task(self._teachers.close())] = "the teachers"
+        if not closing:
+            return
+        try:
+            done, late = await asyncio.wait(closing, timeout=RELEASE_SECONDS)
+        finally:
+            for task in closing:
+                task.cancel()
+        if late:
+            await asyncio.wait(late, timeout=CLOSE_SECONDS)
+        errors = [task.exception() for task in closing if task in done]
+        for error in filter(None, errors):
+            raise error
+        if late:
+            names = ", ".join(who for task, who in closing.items() if task in late)
+            raise DeadlineError(f"{names} did not close within {RELEASE_SECONDS:g} s")
+
+    async def _close_after_error(self) -> None:
+        # The error tells why there is no run. A scorer that does not close must not hide it.
+        with suppress(DeadlineError):
+            await self.close()
 
     def span(self, span: Span) -> None:
         """Tell the scorers about tokens that have arrived."""
@@ -370,23 +402,10 @@ class Stage:
         """Let the teacher score the rollout while scorers judge it. None if there is no teacher."""
         if self._teachers is None:
             return None
-        lesson = asyncio.create_task(self._taught(self._teachers, ended), name=f"teach {ended.rollout.id}")
+        lesson = asyncio.create_task(self._teachers.teach(ended), name=f"teach {ended.rollout.id}")
         # If a scorer fails first, the rollout has failed already, and nobody asks for this error.
         lesson.add_done_callback(lambda task: task.cancelled() or task.exception())
         return lesson
-
-    async def _taught(self, teachers: Teaching, ended: Ended) -> Taught:
-        with self._open():
-            return await teachers.teach(ended)
-
-    @contextmanager
-    def _open(self) -> Iterator[None]:
-        """Count a question as open inside this context."""
-        self.asking += 1
-        try:
-            yield
-        finally:
-            self.asking -= 1
 
     async def _scores(self, ended: Ended, judges: Sequence[str]) -> list[Score]:
         if problem := self._told.get(ended.rollout.id):
@@ -408,10 +427,12 @@ class Stage:
     async def _ask(self, name: str, ended: Ended) -> list[Score]:
         """Return one scorer's scores, in plain numbers and under its name. Raises `ScoreError`."""
         scorer = self.scorers[name]
-        timeout = None if scorer.keeps_deadlines else self._timeout
+        keeps = scorer.keeps_deadlines
+        timeout = None if keeps else self._timeout
+        within = scorer.answers_within if keeps and scorer.answers_within is not None else self._timeout
         try:
             async with asyncio.timeout(timeout):
-                with _foreign(name), self._open() if scorer.keeps_deadlines else nullcontext():
+                with _foreign(name), self.questions.ask(f"the scorer {name!r}", within):
                     given = await scorer.score(ended)
         except TimeoutError:
             raise ScoreError(f"the scorer {name!r} took more than {timeout:g} s") from None

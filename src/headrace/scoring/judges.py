@@ -66,6 +66,7 @@ class Judge(Scorer):
         self._replies = replies
         # The replies of an engine keep the time limit themselves: it counts from when the engine serves.
         self._asking = Asking(config, timed=process is None)
+        self.answers_within = self._asking.longest
         self._known: OrderedDict[bytes, Score] = OrderedDict()
         """The judgements that are remembered, by the digests of their questions."""
         self._asked: dict[bytes, _Asked] = {}

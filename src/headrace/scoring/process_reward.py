@@ -21,8 +21,9 @@ import numpy as np
 from headrace.config.scorers import ServedScorerSection
 from headrace.engines.step_values import ForgetSteps, ReadSteps, StepAnswer, StepsRead, StepTokens
 from headrace.reference import describe
-from headrace.scoring.asking import FIRST_PAUSE, Unreachable
+from headrace.scoring.asking import Unreachable
 from headrace.scoring.base import CLOSE_SECONDS, Ended, ScoreError, Scorer, Span
+from headrace.scoring.limits import FIRST_PAUSE, longest_reading
 from headrace.scoring.model_process import ModelProcess
 from headrace.scoring.steps import Step, StepCutter
 from headrace.types import Score, Trace
@@ -105,6 +106,7 @@ class ProcessRewardScorer(Scorer):
         self._cancel_below = cancel_below
         self._streaming = streaming
         self._limits = limits
+        self.answers_within = longest_reading(limits)
         self._readings: dict[str, _Reading] = {}
         """The rollouts that are being sampled, by id."""
         self._due: dict[str, _Reading] = {}

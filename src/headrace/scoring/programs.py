@@ -54,6 +54,7 @@ class Program(Scorer):
         self._config = config
         self._section = section
         self._asking = Asking(config, timed=False)
+        self.answers_within = self._asking.longest
         self.version = _version(config)
 
     async def start(self) -> None:

@@ -28,6 +28,7 @@ from headrace.scoring.functions import (
     judge,
     source_version,
 )
+from headrace.scoring.limits import longest_judgement, longest_wait
 from headrace.types import Prompt, Score
 
 HANGS_AFTER = 8
@@ -43,14 +44,20 @@ class RewardScorer(Scorer):
     """A reward function as a scorer. It gives one score to a whole rollout, based on the text of its last turn."""
 
     keeps_deadlines = True
-    _timeout: float
-    """The seconds that one judgement may take."""
 
-    def __init__(self, places: asyncio.Semaphore, count: int, longest_turn: float, busy: str) -> None:
-        """Each of the `count` places is held for at most two times `longest_turn`. `busy` says that none was free."""
+    def __init__(
+        self, places: asyncio.Semaphore, count: int, timeout: float, busy: str, *, start_timeout: float = 0.0
+    ) -> None:
+        """A judgement takes at most `timeout` seconds, and a start of what judges at most `start_timeout` seconds.
+
+        There are `count` places. `busy` says that none of them was free.
+        """
         self._places = places
         self._count = count
-        self._longest_turn = longest_turn
+        self._timeout = timeout
+        """The seconds that one judgement may take."""
+        self._longest_turn = timeout + start_timeout
+        self.answers_within = longest_judgement(timeout, start_timeout)
         self._busy = busy
         self._waiting = 0
         self._timeouts: int | None = 0
@@ -82,7 +89,7 @@ class RewardScorer(Scorer):
             token_ids=list(token_ids),
         )
         # Each earlier judgement takes a limited time, so this deadline is not reached while judgements go on.
-        longest = (self._waiting // self._count + 2) * self._longest_turn
+        longest = longest_wait(self._waiting, self._count, self._longest_turn)
         self._waiting += 1
         try:
             async with asyncio.timeout(longest if self._places.locked() else None):
@@ -131,7 +138,6 @@ class WorkerScorer(RewardScorer):
         """
         key = key or ("[task] reward" if arguments is None else "")
         self._name = f"{key} {reference!r}" if key else "[task]"
-        self._timeout = timeout
         self._pool = WorkerPool(
             "headrace.scoring.worker_main",
             RewardSetup(reference=reference, arguments=arguments),
@@ -141,7 +147,7 @@ class WorkerScorer(RewardScorer):
             log=log,
             recycle=recycle,
         )
-        super().__init__(self._pool.places, workers, timeout + start_timeout, "no reward worker was free")
+        super().__init__(self._pool.places, workers, timeout, "no reward worker was free", start_timeout=start_timeout)
 
     async def start(self) -> None:
         """Start every worker. Raises `ConfigError` if the reward function cannot be used."""
@@ -191,7 +197,6 @@ class ThreadScorer(RewardScorer):
         super().__init__(asyncio.Semaphore(threads), threads, timeout, "no thread was free to judge")
         self.version = source_version(function)
         self._function = function
-        self._timeout = timeout
         self._closed = False
 
     async def close(self) -> None:

@@ -22,6 +22,7 @@ from headrace.errors import one_line
 from headrace.scoring.asking import Asking, NoUseToRetry, Unreachable
 from headrace.scoring.base import Ended, MovingProcess, ScoreError, ScorerProcess, Taught
 from headrace.scoring.model_process import ModelEngine, ModelProcess
+from headrace.scoring.open_questions import OpenQuestions
 from headrace.scoring.server import SHOWN, Server
 from headrace.types import NO_VERSION, Float32Array, Int32Array, Prompt, Score, TeacherScores, Trace
 
@@ -215,6 +216,8 @@ class Teachers:
 
     def __init__(self, teachers: Mapping[str, Teacher], sections: Mapping[str, TeacherConfig], *, field: str) -> None:
         """`sections` have the limits of questions, by the names of the teachers."""
+        self.questions = OpenQuestions()
+        """See `Teaching.questions`. Each trace of a rollout is a question of its own."""
         self._teachers = dict(teachers)
         # A process keeps the time limit itself, so that the reason says whether it died, was slow or was not ready.
         self._asking = {name: Asking(sections[name], timed=one.process is None) for name, one in teachers.items()}
@@ -276,7 +279,9 @@ class Teachers:
         token_ids = trace.token_ids[:end]
         # Context may have been sampled too, at another temperature, before its rollout was salvaged.
         heat = np.where(trace.trained, trace.temperature_of_tokens(1.0), 1.0)[:end].astype(np.float32)
-        scores = await self._asking[name].ask(lambda attempt: self._teachers[name].score(token_ids, heat))
+        asking = self._asking[name]
+        with self.questions.ask(f"the teacher {name!r}", asking.longest):
+            scores = await asking.ask(lambda attempt: self._teachers[name].score(token_ids, heat))
         if len(scores.logprobs) != end or (scores.versions[places] == NO_VERSION).any():
             raise ScoreError("it gave scores of no proved version")
         numbers = (scores.logprobs[places], scores.top_logprobs[places], scores.tails[places])

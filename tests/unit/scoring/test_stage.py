@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, DeadlineError
 from headrace.scoring.base import Ended, ScoreError, Scorer, Span, Stage, Turn
 from headrace.scoring.rewards import ThreadScorer
 from headrace.types import Prompt, Rollout, Score, Trace
@@ -266,6 +266,39 @@ async def test_all_scorers_close_if_one_of_them_fails_to() -> None:
     with pytest.raises(ValueError, match="no"):
         await Stage({name: Closing(name) for name in ("bad", "good")}).close()
     assert closed == ["good"]
+
+
+class NeverCloses(Says):
+    """Never closes."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: 1.0)
+        self.given_up = False
+
+    async def start(self) -> None:
+        raise ValueError("no model")
+
+    async def close(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.given_up = True
+
+
+async def test_a_scorer_that_does_not_close_is_named_and_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.scoring.base.RELEASE_SECONDS", 0.05)
+    never = NeverCloses()
+    async with asyncio.timeout(5):
+        with pytest.raises(DeadlineError, match=r"^the scorer 'never' did not close within 0\.05 s$"):
+            await Stage({"good": Says(lambda _: 1.0), "never": never}).close()
+    assert never.given_up
+
+
+async def test_a_scorer_that_does_not_close_hides_no_error_of_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.scoring.base.RELEASE_SECONDS", 0.05)
+    async with asyncio.timeout(5):
+        with pytest.raises(ConfigError, match="no model"):
+            await Stage({"never": NeverCloses()}).start()
 
 
 async def test_every_scorer_is_asked_about_a_rollout_that_is_cancelled_at_once() -> None:
