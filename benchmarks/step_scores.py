@@ -16,8 +16,8 @@ process is pinned.
                token of step k + 2. Wanted: all scores in time.
     speed      beside: the example as it is (depth 1), with and without the scorer. Wanted: at least 0.95 of the tokens
                per second that the run without it trains.
-               slower: the scorer is the slower part. Answers have 16 steps, batches have 12 answers (depth 0), the
-               policy has 0.1M parameters, and the reward model has 1.9M and random weights.
+               slower: the scorer is the slower part. Answers have 7 steps of 33 tokens, batches have 12 answers
+               (depth 0), the policy has 0.1M parameters, and the reward model has 9M and random weights.
                The steps are scored one by one, or after the last token. Wanted: 1.3 times as many tokens per second.
     credit     the example as it is, with three seeds. Each seed has its own warm start, the same in both arms. The arm
                `outcome` has no scorer and one advantage for each answer. Wanted: a higher held-out accuracy after
@@ -46,11 +46,11 @@ from headrace.types import Score
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples/steps"
 SHARED_CORE, SCORER_CORE = 0, 1
-LONG_STEPS = 16
-"""The number of steps of an answer where the scorer is the slower part."""
+LONG_STEPS, MORE_TRAVELLERS = 7, 16
+"""The steps of an answer, and the travellers in each step, where the scorer is the slower part."""
 POLICY = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 1}
 POLICY |= {"num_key_value_heads": 1}
-SLOW_MODEL = {"hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 1, "num_attention_heads": 6}
+SLOW_MODEL = {"hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 5, "num_attention_heads": 6}
 SLOW_MODEL |= {"num_key_value_heads": 6}
 
 Sections = dict[str, dict[str, Any]]
@@ -171,7 +171,7 @@ def _slower(given: argparse.Namespace, directory: Path) -> Sections:
     sys.path.insert(0, str(EXAMPLE))
     import make
 
-    made = directory / "made"
+    made, make.TRAVELLERS = directory / "made", MORE_TRAVELLERS
     for part in ("policy", "reward_model"):
         make.write_tokenizer(made / part)
     shape = {"architectures": ["LlamaForCausalLM"], **make.SHAPE, **POLICY}
