@@ -277,9 +277,8 @@ def _follow(session: RunSession, on_step: OnStep | None) -> RunSession:
         if _is_step(record):
             records.put(record)
 
-    session.listener = listen
     with _signals(session.interrupt), ThreadPoolExecutor(1, "headrace") as thread:
-        run = thread.submit(session.execute)
+        run = thread.submit(session.execute, listen)
         run.add_done_callback(lambda ended: records.put(None))
         with ExitStack() as undone:
             # If `on_step` raises, the run is interrupted, and the end of the outer `with` waits until it has ended.

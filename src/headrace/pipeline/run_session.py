@@ -98,8 +98,7 @@ class RunSession:
         self._status_failed = False
         self._interrupt: Callable[[], object] | None = None
         self._interrupted = False
-        self.listener: Callable[[dict[str, Any]], None] | None = None
-        """Is called with every record of `metrics.jsonl`, in the thread of the run. Must return at once."""
+        self._listener: Callable[[dict[str, Any]], None] | None = None
         self.outcome = "failed"
         """How the run ended: `finished`, `interrupted` or `failed`."""
         self.summary: dict[str, Any] = {}
@@ -121,8 +120,12 @@ class RunSession:
         if self._interrupt is not None:
             self._interrupt()
 
-    def execute(self) -> RunSession:
-        """Run to the end. Raises the `HeadraceError` that ended the run otherwise."""
+    def execute(self, listener: Callable[[dict[str, Any]], None] | None = None) -> RunSession:
+        """Run to the end. Raises the `HeadraceError` that ended the run otherwise.
+
+        `listener` is called with every record of `metrics.jsonl`, in the thread of the run. It must return at once.
+        """
+        self._listener = listener
         try:
             asyncio.run(self._execute())
         except asyncio.CancelledError:
@@ -230,7 +233,7 @@ class RunSession:
                 folder=run_dir.path / "trackers",
             )
         self._gauges = Gauges(config.run.name) if config.observe.prometheus else None
-        metrics = MetricsLog(run_dir.metrics, trackers=trackers, gauges=self._gauges, listener=self.listener)
+        metrics = MetricsLog(run_dir.metrics, trackers=trackers, gauges=self._gauges, listener=self._listener)
         known = read_metrics(run_dir.metrics)
         if before.last_version != NO_VERSION:
             metrics.write("resumed", step=before.resume_step)
