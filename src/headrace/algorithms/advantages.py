@@ -20,8 +20,12 @@ from headrace.errors import UserError
 from headrace.reference import describe, import_function
 
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 AdvantageFunction = Callable[[Sequence[FloatArray]], list[FloatArray]]
-"""A function from the rewards of each group of a step to the advantages of each group."""
+"""A function from the rewards of each group of a step to the advantages of each group: the form of one of your own."""
+Estimator = Callable[[FloatArray, IntArray], FloatArray]
+"""A function from the rewards of all groups, one group after the other, and the sizes of the groups, to the advantages
+in the same order. Built-in estimators have this form, because a list of one array for every token would take long."""
 
 COMPARES = ("grpo", "dr_grpo", "rloo", "maxrl")
 """The estimators that compare the answers of a group with each other, and so need at least two answers. The check of
@@ -34,21 +38,22 @@ with rounding."""
 def grpo(rewards: FloatArray) -> FloatArray:
     """Return (R - mean) / (std + EPSILON) with the population's standard deviation; zeros if all rewards are equal."""
     centred = dr_grpo(rewards)
-    return centred / (centred.std() + EPSILON) if len(centred) else centred
+    return centred / (centred.std(axis=-1, keepdims=True) + EPSILON) if centred.size else centred
 
 
 def dr_grpo(rewards: FloatArray) -> FloatArray:
     """Return R - mean. There is no division by the spread, so easy and hard prompts keep their scale."""
-    if len(rewards) == 0 or bool(np.all(rewards == rewards[0])):
-        # The mean of equal numbers may be off by rounding, and grpo would amplify that error.
-        return np.zeros(len(rewards), np.float64)
-    return np.asarray(rewards - rewards.mean(), np.float64)
+    if not rewards.size:
+        return np.zeros_like(rewards)
+    # The mean of equal numbers may be off by rounding, and grpo would amplify that error.
+    alike = np.all(rewards == rewards[..., :1], axis=-1, keepdims=True)
+    return np.asarray(np.where(alike, 0.0, rewards - rewards.mean(axis=-1, keepdims=True)), np.float64)
 
 
 def rloo(rewards: FloatArray) -> FloatArray:
     """Return R - mean of the others. A group of one has no others and gets zero."""
-    n = len(rewards)
-    return dr_grpo(rewards) * (n / (n - 1)) if n > 1 else np.zeros(n, np.float64)
+    n = rewards.shape[-1]
+    return dr_grpo(rewards) * (n / (n - 1)) if n > 1 else np.zeros_like(rewards)
 
 
 def maxrl(rewards: FloatArray) -> FloatArray:
@@ -56,25 +61,37 @@ def maxrl(rewards: FloatArray) -> FloatArray:
 
     This is for rewards that are not negative: a negative mean would reverse every sign.
     """
-    if len(rewards) == 0 or rewards.mean() <= 0:
-        return np.zeros(len(rewards), np.float64)
-    return dr_grpo(rewards) / float(rewards.mean())
+    if not rewards.size:
+        return np.zeros_like(rewards)
+    mean = rewards.mean(axis=-1, keepdims=True)
+    found = np.zeros_like(rewards)
+    np.divide(dr_grpo(rewards), mean, out=found, where=mean > 0)
+    return found
 
 
-def reinforce_plus_plus(groups: Sequence[FloatArray]) -> list[FloatArray]:
+def each(estimate: Callable[[FloatArray], FloatArray]) -> Estimator:
+    """Return the estimator that applies `estimate` to each group by itself.
+
+    `estimate` gets all groups of the same size at once, as the rows of an array.
+    """
+
+    def apply(rewards: FloatArray, sizes: IntArray) -> FloatArray:
+        found = np.zeros(len(rewards), np.float64)
+        starts = np.cumsum(sizes) - sizes
+        for size in set(sizes.tolist()):
+            rows = starts[sizes == size][:, np.newaxis] + np.arange(size)
+            found[rows] = estimate(rewards[rows])
+        return found
+
+    return apply
+
+
+def reinforce_plus_plus(rewards: FloatArray, sizes: IntArray) -> FloatArray:
     """Return (R - mean) / (std + EPSILON) over all rollouts of the step, so prompts are compared with each other."""
-    if not groups:
-        return []
-    cuts = np.cumsum([len(rewards) for rewards in groups])[:-1]
-    return np.split(grpo(np.concatenate(groups)), cuts)
+    return grpo(rewards)
 
 
-def each(estimate: Callable[[FloatArray], FloatArray]) -> AdvantageFunction:
-    """Return a function over the groups of a step that applies `estimate` to each group by itself."""
-    return lambda groups: [estimate(rewards) for rewards in groups]
-
-
-ADVANTAGES: dict[str, AdvantageFunction] = {
+ADVANTAGES: dict[str, Estimator] = {
     "grpo": each(grpo),
     "dr_grpo": each(dr_grpo),
     "rloo": each(rloo),
@@ -87,7 +104,25 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
 def advantages(name: str, groups: Sequence[npt.ArrayLike]) -> list[FloatArray]:
     """Return the advantages of a step's rollouts: for each group, in the order of its rewards."""
     rewards = [np.asarray(each, np.float64) for each in groups]
-    return ADVANTAGES[name](rewards) if name in ADVANTAGES else _advantages_of_user(name, rewards)
+    sizes = np.array([len(each) for each in rewards], np.int64)
+    return _cut(advantages_of_sets(name, _joined(rewards), sizes), sizes)
+
+
+def advantages_of_sets(name: str, rewards: FloatArray, sizes: IntArray) -> FloatArray:
+    """Return the advantages of rewards that are compared within sets, which follow each other and have these sizes."""
+    if name in ADVANTAGES:
+        return ADVANTAGES[name](rewards, sizes)
+    return _joined(_advantages_of_user(name, _cut(rewards, sizes)))
+
+
+def _cut(values: FloatArray, sizes: IntArray) -> list[FloatArray]:
+    """Return consecutive parts of these sizes."""
+    ends = np.cumsum(sizes)
+    return [values[start:end] for start, end in zip((ends - sizes).tolist(), ends.tolist(), strict=True)]
+
+
+def _joined(parts: Sequence[FloatArray]) -> FloatArray:
+    return np.concatenate([np.zeros(0, np.float64), *parts])
 
 
 def _advantages_of_user(reference: str, rewards: Sequence[FloatArray]) -> list[FloatArray]:

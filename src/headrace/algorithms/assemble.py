@@ -73,12 +73,12 @@ def assemble(
     rewards_of = [rewards(rollouts) for rollouts in ordered]
     earned: list[FloatArray] = []
     if critic:
-        estimated = [[[np.zeros(len(trace)) for trace in r.traces] for r in rollouts] for rollouts in ordered]
+        values = np.zeros(sum(len(trace) for rollout in everyone for trace in rollout.traces), np.float64)
         for rollouts, own in zip(ordered, rewards_of, strict=True):
             for rollout, reward in zip(rollouts, own, strict=True):
                 earned.extend(token_rewards(rollout, float(reward), credit.scorers))
     else:
-        estimated = token_advantages(advantage, ordered, rewards_of, credit)
+        values = token_advantages(advantage, ordered, rewards_of, credit)
     if mask_overlong:
         ordered = [[_without_training(rollout) for rollout in rollouts] for rollouts in ordered]
     minibatches = max(1, min(minibatches, len(ordered)))
@@ -86,13 +86,11 @@ def assemble(
         _weight_in(ordered[part::minibatches], normalize, group_size * max_tokens) for part in range(minibatches)
     ]
     traces: list[Trace] = []
-    values_of: list[FloatArray] = []
     weights_of, numbers, part_of = [], [], []
     known: dict[tuple[int, int], int] = {}
-    for index, (rollouts, of_group) in enumerate(zip(ordered, estimated, strict=True)):
+    for index, rollouts in enumerate(ordered):
         part = index % minibatches
-        for rollout, values in zip(rollouts, of_group, strict=True):
-            values_of.extend(values)
+        for rollout in rollouts:
             weight = weight_in[part](rollout)
             for position, trace in enumerate(rollout.traces):
                 traces.append(trace)
@@ -107,7 +105,6 @@ def assemble(
     if minibatches > 1:
         named["minibatches"] = np.asarray(part_of, np.int32)
     sampled_at = _temperatures(traces, temperature)
-    values = _joined(values_of, np.float64)
     return _batch(traces, values, weights_of, numbers, **named, **sampled_at, policy=policies.pop())
 
 

@@ -8,16 +8,14 @@ that are like each other are compared by the same estimators that compare the re
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from headrace.algorithms.advantages import COMPARES, FloatArray, advantages
-from headrace.types import NO_VERSION, BoolArray, Rollout, Trace
+from headrace.algorithms.advantages import COMPARES, FloatArray, IntArray, advantages, advantages_of_sets
+from headrace.types import NO_VERSION, BoolArray, Int32Array, Rollout, Trace
 
 Of = Literal["rollout", "turn", "step", "token"]
 Baseline = Literal["group", "position", "state", "prefix"]
@@ -42,75 +40,140 @@ BY_ROLLOUT = Credit()
 """Every token has the advantage of its rollout's reward."""
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive sampled tokens of a rollout, from position `start` up to, but not including, `end` of a trace."""
+class Tokens(NamedTuple):
+    """The tokens of a step as one sequence: groups, their rollouts, the traces and the tokens, each in their order."""
 
-    trace: int
-    start: int
-    end: int
+    traces: list[Trace]
+    bounds: IntArray
+    """The position of each trace's first token, and after them the number of all tokens."""
+    rollouts: IntArray
+    """The number of each trace's rollout, counted over the step."""
+    groups: IntArray
+    """The number of each rollout's group."""
+    sampled: BoolArray
+    """Whether a policy sampled the token, for every token."""
 
 
-def segments(rollout: Rollout, of: Of) -> list[Segment]:
-    """Return the segments of a rollout in their order, so that each sampled token is in exactly one of them.
+class FinerScores(NamedTuple):
+    """The scores of a step that are about some tokens of a rollout, as arrays with one entry for each score."""
+
+    rollouts: IntArray
+    """The number of the score's rollout."""
+    traces: IntArray
+    """The number of the score's trace, counted over the step."""
+    ends: IntArray
+    """The position after the last scored token, among the tokens of the step."""
+    amounts: FloatArray
+    """The value of the score, times the weight of its scorer."""
+    steps: BoolArray
+    """Whether the score is of level `step`."""
+
+
+class Segments(NamedTuple):
+    """The segments of a step in their order, as arrays with one entry for each segment."""
+
+    starts: IntArray
+    """The position of the segment's first token, among the tokens of the step."""
+    ends: IntArray
+    """The position after its last token."""
+    rollouts: IntArray
+    """The number of its rollout."""
+
+
+def tokens_of(groups: Sequence[Sequence[Rollout]]) -> Tokens:
+    """Return the tokens of the rollouts of each group."""
+    rollouts = [rollout for group in groups for rollout in group]
+    traces = [trace for rollout in rollouts for trace in rollout.traces]
+    return Tokens(
+        traces=traces,
+        bounds=np.cumsum([0, *(len(trace) for trace in traces)]),
+        rollouts=np.repeat(np.arange(len(rollouts)), [len(rollout.traces) for rollout in rollouts]),
+        groups=np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
+        sampled=_joined([_sampled(trace) for trace in traces], np.bool_),
+    )
+
+
+def finer_scores(rollouts: Sequence[Rollout], tokens: Tokens, scorers: Mapping[str, float]) -> FinerScores:
+    """Return the scores of all levels below `rollout`. `tokens` are those of the rollouts, `scorers` are weights."""
+    scores_of = [[score for score in rollout.scores if score.level != "rollout"] for rollout in rollouts]
+    scores = [score for of_rollout in scores_of for score in of_rollout]
+    numbers = np.repeat(np.arange(len(rollouts)), [len(of_rollout) for of_rollout in scores_of])
+    traces = np.searchsorted(tokens.rollouts, numbers) + np.array([score.trace for score in scores], np.int64)
+    # Whatever a score names, it is about its own rollout.
+    traces = np.minimum(traces, np.searchsorted(tokens.rollouts, numbers, side="right") - 1)
+    ends = tokens.bounds[traces] + np.array([score.end for score in scores], np.int64)
+    return FinerScores(
+        rollouts=numbers,
+        traces=traces,
+        ends=np.minimum(ends, tokens.bounds[traces + 1]),
+        amounts=np.array([scorers.get(score.scorer, 1.0) * score.value for score in scores], np.float64),
+        steps=np.array([score.level == "step" for score in scores], np.bool_),
+    )
+
+
+def segments(tokens: Tokens, of: Of, scores: FinerScores) -> Segments:
+    """Return the segments of a step in their order, so that each sampled token is in exactly one of them.
 
     A turn is an unbroken run of sampled tokens. Steps end where scores of level `step` end, and where their turn ends.
     """
-    found = []
-    for number, trace in enumerate(rollout.traces):
-        sampled = _sampled(trace)
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], sampled, [False]]).astype(np.int8)))
-        for start, end in edges.reshape(-1, 2).tolist():
-            cuts = {end}
-            if of == "step":
-                ends = (score.end for score in rollout.scores if score.level == "step" and score.trace == number)
-                cuts.update(at for at in ends if start < at < end)
-            elif of == "token":
-                cuts.update(range(start + 1, end))
-            for cut in sorted(cuts):
-                found.append(Segment(number, start, cut))
-                start = cut
+    # edges[i]: the tokens i - 1 and i cannot be in one segment.
+    edges = np.full(len(tokens.sampled) + 1, of == "token")
+    edges[tokens.bounds] = True
+    edges[1:-1] |= tokens.sampled[1:] != tokens.sampled[:-1]
+    if of == "step":
+        edges[scores.ends[scores.steps]] = True
+    starts = np.flatnonzero(tokens.sampled & edges[:-1])
+    ends = np.flatnonzero(tokens.sampled & edges[1:]) + 1
+    return Segments(starts, ends, tokens.rollouts[_trace_at(tokens, starts)])
+
+
+def returns(parts: Segments, rewards: FloatArray, scores: FinerScores, discount: float) -> FloatArray:
+    """Return what a rollout earns from each of its segments on. `rewards` has the reward of each rollout."""
+    earned = np.zeros(len(parts.starts), np.float64)
+    first = np.searchsorted(parts.rollouts, np.arange(len(rewards)))
+    last = np.searchsorted(parts.rollouts, np.arange(len(rewards)), side="right") - 1
+    # A rollout of which no policy sampled a token has no segment, and earns nothing.
+    earns = first <= last
+    counted = earns[scores.rollouts]
+    # The segment that holds the last scored token, or the one before it if no policy sampled that token.
+    at = np.searchsorted(parts.starts, scores.ends[counted] - 1, side="right") - 1
+    np.add.at(earned, np.maximum(at, first[scores.rollouts[counted]]), scores.amounts[counted])
+    earned[last[earns]] += rewards[earns]
+    return to_go(earned, parts.rollouts, discount)
+
+
+def to_go(earned: FloatArray, rollouts: IntArray, discount: float) -> FloatArray:
+    """Return G with G(k) = earned(k) + discount x G(k + 1), where the G after the last segment of a rollout is 0."""
+    found, reach = earned.copy(), 1
+    while (same := rollouts[reach:] == rollouts[:-reach]).any():
+        # Here found[k] is the discounted sum of the first `reach` terms from k on. This doubles their number.
+        found[:-reach] += np.where(same, discount**reach * found[reach:], 0.0)
+        reach *= 2
     return found
-
-
-def returns(rollout: Rollout, reward: float, parts: Sequence[Segment], credit: Credit) -> FloatArray:
-    """Return what the rollout earns from each of its segments on."""
-    earned = np.zeros(len(parts), np.float64)
-    if not len(parts):
-        return earned
-    starts = [(part.trace, part.start) for part in parts]
-    for score in rollout.scores:
-        if score.level != "rollout":
-            # The segment that holds the last scored token, or the one before it if no policy sampled that token.
-            at = bisect_right(starts, (score.trace, score.end - 1)) - 1
-            earned[max(at, 0)] += credit.scorers.get(score.scorer, 1.0) * score.value
-    earned[-1] += reward
-    if credit.discount == 1.0:
-        return np.cumsum(earned[::-1])[::-1]
-    for number in range(len(parts) - 2, -1, -1):
-        earned[number] += credit.discount * earned[number + 1]
-    return earned
 
 
 def token_advantages(
     name: str, groups: Sequence[Sequence[Rollout]], rewards: Sequence[FloatArray], credit: Credit
-) -> list[list[list[FloatArray]]]:
-    """Return the advantage of every token: for each group, rollout and trace, an array over the tokens of the trace.
+) -> FloatArray:
+    """Return the advantage of every token of the step; the order is that of `Tokens`.
 
     The number has no meaning for a token that no policy sampled. `rewards` are those of the rollouts, for each group.
     """
-    whole = advantages(name, rewards) if credit.of == "rollout" or credit.outcome_weight else None
-    scale = 1.0 if credit.of == "rollout" else credit.outcome_weight
-    tokens = [
-        [
-            [np.full(len(trace), 0.0 if whole is None else scale * whole[g][r]) for trace in rollout.traces]
-            for r, rollout in enumerate(rollouts)
-        ]
-        for g, rollouts in enumerate(groups)
-    ]
+    tokens = tokens_of(groups)
+    found = np.zeros(len(tokens.sampled), np.float64)
+    if credit.of == "rollout" or credit.outcome_weight:
+        scale = 1.0 if credit.of == "rollout" else credit.outcome_weight
+        whole = scale * _joined(advantages(name, rewards), np.float64)
+        found = np.repeat(whole[tokens.rollouts], np.diff(tokens.bounds))
     if credit.of != "rollout":
-        _add_segments(tokens, name, groups, rewards, credit)
-    return tokens
+        everyone = [rollout for rollouts in groups for rollout in rollouts]
+        scores = finer_scores(everyone, tokens, credit.scorers)
+        parts = segments(tokens, credit.of, scores)
+        earned = returns(parts, _joined(rewards, np.float64), scores, credit.discount)
+        values = _compared(name, earned, _likenesses(tokens, parts, credit.baseline))
+        # Every sampled token is in one segment, and the segments are in the order of their tokens.
+        found[tokens.sampled] += np.repeat(values, parts.ends - parts.starts)
+    return found
 
 
 def token_rewards(rollout: Rollout, reward: float, scorers: Mapping[str, float]) -> list[FloatArray]:
@@ -120,76 +183,98 @@ def token_rewards(rollout: Rollout, reward: float, scorers: Mapping[str, float])
     last trained token of each trace: to a critic, every trace is an episode. What was earned by tokens that are only
     kept as context stays with them: the trained tokens after them did not earn it.
     """
+    tokens = tokens_of([[rollout]])
+    scores = finer_scores([rollout], tokens, scorers)
     found = []
     for number, trace in enumerate(rollout.traces):
         earned = np.zeros(len(trace), np.float64)
         places = np.flatnonzero(_sampled(trace))
         if len(places):
-            for score in rollout.scores:
-                if score.level != "rollout" and score.trace == number:
-                    at = max(int(np.searchsorted(places, score.end - 1, side="right")) - 1, 0)
-                    earned[places[at]] += scorers.get(score.scorer, 1.0) * score.value
+            own = scores.traces == number
+            last_scored = scores.ends[own] - tokens.bounds[number] - 1
+            at = np.searchsorted(places, last_scored, side="right") - 1
+            np.add.at(earned, places[np.maximum(at, 0)], scores.amounts[own])
         if trace.trained.any():
             earned[np.flatnonzero(trace.trained)[-1]] += reward
         found.append(earned)
     return found
 
 
-def _add_segments(
-    tokens: Sequence[Sequence[Sequence[FloatArray]]],
-    name: str,
-    groups: Sequence[Sequence[Rollout]],
-    rewards: Sequence[FloatArray],
-    credit: Credit,
-) -> None:
-    """Add the advantage of each segment to the advantages of its tokens."""
-    alike: dict[tuple[int, object], list[tuple[FloatArray, float]]] = {}
-    for g, rollouts in enumerate(groups):
-        for r, rollout in enumerate(rollouts):
-            parts = segments(rollout, credit.of)
-            earned = returns(rollout, float(rewards[g][r]), parts, credit).tolist()
-            likenesses = _likenesses(rollout, parts, credit.baseline)
-            for part, value, likeness in zip(parts, earned, likenesses, strict=True):
-                place = tokens[g][r][part.trace][part.start : part.end]
-                alike.setdefault((g, likeness), []).append((place, value))
-    if name in COMPARES:
-        # A segment that is compared with no other has advantage 0. There may be one such set for every token.
-        alike = {key: members for key, members in alike.items() if len(members) > 1}
-    compared = [np.array([value for _, value in members], np.float64) for members in alike.values()]
-    for members, values in zip(alike.values(), advantages(name, compared), strict=True):
-        for (place, _), value in zip(members, values, strict=True):
-            place += value
-
-
-def _likenesses(rollout: Rollout, parts: Sequence[Segment], baseline: Baseline) -> Sequence[object]:
-    """Return a key for each segment, which is equal for segments of a group that are compared with each other.
-
-    `position`: segments with the same number in their rollouts. `state`: segments before which the same context was
-    read, such as the same answer of an environment. `prefix`: segments before which everything was the same.
-    """
-    if baseline == "group":
-        return [None] * len(parts)
-    if baseline == "position":
-        return range(len(parts))
-    if baseline == "state":
-        return [_context_before(rollout.traces[part.trace], part.start) for part in parts]
-    found, trace, done = [], -1, 0
-    for part in parts:
-        if part.trace != trace:
-            read, trace, done = blake2b(digest_size=16), part.trace, 0
-        # A digest that goes on from segment to segment: whole prefixes would take memory by the square of the length.
-        read.update(rollout.traces[trace].token_ids[done : part.start].tobytes())
-        done = part.start
-        found.append(read.digest())
+def _compared(name: str, earned: FloatArray, sets: IntArray) -> FloatArray:
+    """Return the advantages of segments, each compared with the others of its set. `sets` numbers the sets."""
+    # A segment that is compared with no other has advantage 0. There may be one such set for every token.
+    fewest = 2 if name in COMPARES else 1
+    sizes = np.bincount(sets)
+    order = np.argsort(sets, kind="stable")
+    order = order[sizes[sets[order]] >= fewest]
+    found = np.zeros(len(earned), np.float64)
+    found[order] = advantages_of_sets(name, earned[order], sizes[sizes >= fewest])
     return found
 
 
-def _context_before(trace: Trace, start: int) -> bytes:
-    """Return the tokens between the last sampled token before this position and the position."""
-    earlier = np.flatnonzero(_sampled(trace)[:start])
-    begin = int(earlier[-1]) + 1 if len(earlier) else 0
-    return trace.token_ids[begin:start].tobytes()
+def _likenesses(tokens: Tokens, parts: Segments, baseline: Baseline) -> IntArray:
+    """Return a number for each segment: equal numbers for segments that are compared with each other.
+
+    `position`: segments with the same number in their rollouts. `state`: segments before which the same context was
+    read, such as the same answer of an environment. `prefix`: segments before which everything was the same. Segments
+    of different groups are never compared. The numbers ascend in the order in which their sets are first met.
+    """
+    groups = tokens.groups[parts.rollouts]
+    if baseline == "group" or not len(groups):
+        return groups
+    if baseline == "position":
+        places = np.arange(len(groups)) - np.searchsorted(parts.rollouts, parts.rollouts)
+        return np.asarray(groups * (1 + places.max()) + places, np.int64)
+    if baseline == "state":
+        known: dict[tuple[int, bytes], int] = {}
+        states = zip(groups.tolist(), _contexts(tokens, parts), strict=True)
+        return np.array([known.setdefault(state, len(known)) for state in states], np.int64)
+    _, first, numbers = np.unique(_prefixes(tokens)[parts.starts], return_index=True, return_inverse=True)
+    return np.asarray(np.argsort(np.argsort(first))[numbers], np.int64)
+
+
+def _contexts(tokens: Tokens, parts: Segments) -> list[bytes]:
+    """Return, for each segment, the tokens of its trace between the last sampled token before it and its start."""
+    token_ids = _joined([trace.token_ids for trace in tokens.traces], np.int32)
+    opened = tokens.bounds[_trace_at(tokens, parts.starts)]
+    begins = np.maximum(opened, np.append(0, parts.ends[:-1]))
+    return [token_ids[begin:end].tobytes() for begin, end in zip(begins.tolist(), parts.starts.tolist(), strict=True)]
+
+
+def _prefixes(tokens: Tokens) -> IntArray:
+    """Return a number for each token, which is equal for tokens of a group before which their traces are equal."""
+    found = np.zeros(len(tokens.sampled), np.int64)
+    keys = [
+        (group, trace.token_ids.tobytes())
+        for group, trace in zip(tokens.groups[tokens.rollouts].tolist(), tokens.traces, strict=True)
+    ]
+    width = 1 + max(len(trace) for trace in tokens.traces)
+    group, before, owners = -1, np.zeros(0, np.int32), np.zeros(0, np.int64)
+    # In this order, traces of a group with equal beginnings are side by side. The first of them owns the beginning.
+    for number in sorted(range(len(keys)), key=keys.__getitem__):
+        token_ids = tokens.traces[number].token_ids
+        shared = 1 + _shared(before, token_ids) if keys[number][0] == group else 0
+        # The owners of the beginnings of 0, 1, 2, ... tokens.
+        owners = np.append(owners[:shared], np.full(1 + len(token_ids) - shared, number))
+        found[tokens.bounds[number] : tokens.bounds[number + 1]] = owners[:-1] * width + np.arange(len(token_ids))
+        group, before = keys[number][0], token_ids
+    return found
+
+
+def _shared(one: Int32Array, other: Int32Array) -> int:
+    """Return the number of tokens at the beginning of both that are equal."""
+    shorter = min(len(one), len(other))
+    return int(np.append(one[:shorter] == other[:shorter], False).argmin())
+
+
+def _trace_at(tokens: Tokens, places: IntArray) -> IntArray:
+    """Return the numbers of the traces that hold the tokens at these positions of the step."""
+    return np.asarray(np.searchsorted(tokens.bounds, places, side="right") - 1, np.int64)
 
 
 def _sampled(trace: Trace) -> BoolArray:
     return np.asarray(trace.versions != NO_VERSION)
+
+
+def _joined(arrays: Sequence[Any], dtype: Any) -> Any:
+    return np.concatenate([np.zeros(0, dtype), *arrays])
