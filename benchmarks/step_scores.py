@@ -9,8 +9,8 @@ minute or two, to see that it works. Its figures mean nothing.
 
 The settings are stated here before the measurements. The example's task and reward model were chosen by looking
 at runs with seed 0, so `credit` takes other seeds. In all runs of `timeline` and `speed` the engine and the trainer
-share core 0. The process of the reward model and the controller, with its reward worker, share core 1. In `credit` no
-process is pinned.
+share core 0, and the process of the reward model has core 1. The controller and its reward worker may use both. In
+`credit` no process is pinned.
 
     timeline   the example as it is. A score of step k is in time if it arrives before the engine samples the first
                token of step k + 2. Wanted: all scores in time.
@@ -276,7 +276,7 @@ def _trained(path: Path, sections: Sections, *, pinned: bool) -> Run:
         run = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         while run.poll() is None:
             if pinned:
-                _pin(run.pid, path)
+                _pin(path)
             time.sleep(0.5)
         if run.returncode:
             log.seek(0)
@@ -293,20 +293,15 @@ def _lines(sections: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         yield from _lines(inner, f"{prefix}{name}.")
 
 
-def _pin(controller: int, run_dir: Path) -> None:
-    """Put the engine and the trainer on one core, and everything else of the run on the other."""
+def _pin(run_dir: Path) -> None:
+    """Put the engine and the trainer of a run on one core, and the process of its scorer on the other."""
+    cores = {"engine": SHARED_CORE, "trainer": SHARED_CORE, "scorer": SCORER_CORE}
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
             if "headrace.cluster.worker_main" in words and str(run_dir) in words:
-                shared = words[words.index("--role") + 1] in ("engine", "trainer")
-            elif controller in (int(process.name), parent):
-                shared = False
-            else:
-                continue
-            for thread in (process / "task").iterdir():
-                os.sched_setaffinity(int(thread.name), {SHARED_CORE if shared else SCORER_CORE})
+                for thread in (process / "task").iterdir():
+                    os.sched_setaffinity(int(thread.name), {cores[words[words.index("--role") + 1]]})
         except OSError:
             continue  # The process has ended meanwhile.
 

@@ -124,6 +124,7 @@ def test_the_tail_is_measured_by_itself(model_dir: Path) -> None:
     assert read[0] + read[1] == pytest.approx(read[2]), "the round is the two stretches, and nothing between them"
 
 
+@pytest.mark.slow
 def test_swaps_are_counted_timed_and_tagged(model_dir: Path) -> None:
     found = bench(model_dir, generate=60, swap_every=0.02, peer="generate")["swaps"]
     assert found["swaps"] >= 2 and found["versions_seen"] >= 2

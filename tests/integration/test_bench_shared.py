@@ -14,6 +14,7 @@ from headrace.errors import UserError
 from headrace.observe.spans import read_timeline
 
 
+@pytest.mark.slow
 def test_both_modes_do_the_same_work(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     options = LoopBench(

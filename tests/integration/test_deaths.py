@@ -66,6 +66,7 @@ def test_a_dead_worker_ends_the_run_with_its_name(tmp_path: Path, victim: str) -
     assert json.loads((run_dir / "summary.json").read_text())["outcome"] == "failed"
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_while_it_starts_begins_with_the_resume(tmp_path: Path) -> None:
     run = start("train", str(QUICKSTART), *settings(tmp_path, "pipeline.launcher=local"))
     run_dir = tmp_path / "run"

@@ -76,6 +76,7 @@ def counts(done: subprocess.CompletedProcess[str]) -> tuple[int, int]:
     return found["train_prompts"], found["heldout_prompts"]
 
 
+@pytest.mark.slow
 def test_a_run_takes_its_prompts_by_name_and_resumes_with_the_same_commit(tmp_path: Path, hub: HubServer) -> None:
     chosen = given(tmp_path, "acme/sums", "task.heldout_split=test", "run.versions=2")
     done = command(tmp_path, "train", str(QUICKSTART), *chosen, HF_ENDPOINT=hub.url)
