@@ -7,7 +7,6 @@ import signal
 import time
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -51,36 +50,12 @@ def test_messages_survive_the_wire(tokens: np.ndarray, text: str) -> None:
             np.testing.assert_array_equal(a, b)
 
 
-def test_large_arrays_are_not_copied() -> None:
-    tokens = np.arange(2000, dtype=np.int32)
+def test_arrays_are_not_copied() -> None:
+    tokens = np.arange(1000, dtype=np.int32)
     frames = encode(Echo(text="", traces=[Trace.of_context(tokens)]))
-    held = np.frombuffer(frames[2], np.int32)
+    held = np.frombuffer(frames[1], np.int32)
     assert np.shares_memory(held, tokens)
     assert np.shares_memory(decode(Echo, frames).traces[0].token_ids, tokens)
-
-
-def test_small_arrays_share_a_frame_and_are_aligned() -> None:
-    sent = [Trace.of_context(np.arange(count, dtype=np.int32)) for count in (3, 0, 1500, 1)]
-    frames = encode(Echo(text="", traces=sent))
-    # A body, what is small, and token ids, log-probabilities and versions of 1,500 tokens.
-    assert len(frames) == 5
-    for mine, other in zip(decode(Echo, frames).traces, sent, strict=True):
-        for field in ("token_ids", "trained", "logprobs", "versions"):
-            received = getattr(mine, field)
-            np.testing.assert_array_equal(received, getattr(other, field))
-            assert received.flags.aligned
-
-
-BEYOND = [["<i4", [900], 0, 0], ["<i4", [-1], 0, 0], ["<i4", [-1, -9], 0, 0], ["<i4", [1], 7, 0], ["<i4", [1], 0, -4]]
-
-
-@pytest.mark.parametrize("described", BEYOND)
-def test_arrays_beyond_their_frame_are_refused(described: list[object]) -> None:
-    body, small = encode(Echo(text="", traces=[Trace.of_context(np.arange(3, dtype=np.int32))]))
-    fields = msgspec.msgpack.decode(body)
-    fields["traces"][0]["token_ids"] = described
-    with pytest.raises(ChannelError, match="could not be decoded"):
-        decode(Echo, [msgspec.msgpack.encode(fields), small])
 
 
 def test_what_is_not_a_message_is_refused() -> None:

@@ -1,15 +1,12 @@
-"""This module encodes a message as frames: a header, a msgpack body, the small arrays, and each large array.
+"""This module encodes a message as frames: a header, one msgpack body, then each array as a frame of its own.
 
-Large arrays are not copied. Small arrays are, because a frame of its own costs more than the copy: the tokens of a
-hundred sequences are several hundred small arrays. A message is a subclass of `Message`. Its class name is its tag on
-the wire, and only declared classes can be decoded. Nothing is ever pickled. A message that cannot be encoded or decoded
-raises `ChannelError`.
+Arrays are not copied. A message is a subclass of `Message`. Its class name is its tag on the wire, and only declared
+classes can be decoded. Nothing is ever pickled. A message that cannot be encoded or decoded raises `ChannelError`.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -26,12 +23,8 @@ Frame = bytes | memoryview
 Kind = Literal["event", "request", "reply", "error"]
 T = TypeVar("T", bound=msgspec.Struct)
 
-PROTOCOL = 2
+PROTOCOL = 1
 """The number of the present set of messages. A change after which older processes would misread a message raises it."""
-SMALL_BYTES = 4096
-"""Arrays of fewer bytes share a frame."""
-ALIGNMENT = 8
-"""Arrays in the shared frame begin at multiples of so many bytes."""
 MESSAGE_BYTES = 1 << 30
 """The largest message that is sent or accepted, in bytes."""
 
@@ -95,26 +88,17 @@ def unpack_body(header: Header, frames: Sequence[zmq.Frame]) -> Message:
 
 
 def encode(message: msgspec.Struct) -> list[Frame]:
-    """Return the frames of a message: its body, the small arrays, and then each large array.
+    """Return the frames of a message: its body, then its arrays in the order in which the encoder met them.
 
-    The body has the type, the shape, the frame and the offset in this frame of every array. Raises `ChannelError`, for
-    example if a whole number has more than 64 bits.
+    Raises `ChannelError`, for example if a whole number has more than 64 bits.
     """
-    small, large = list[bytes](), list[Frame]()
-    end = 0
+    arrays: list[Frame] = []
 
     def hook(value: Any) -> Any:
-        nonlocal end
         if isinstance(value, np.ndarray):
-            if value.nbytes < SMALL_BYTES:
-                small.append(value.tobytes())
-                start, padding = end, -value.nbytes % ALIGNMENT
-                small.append(b"\0" * padding)
-                end += value.nbytes + padding
-                return [value.dtype.str, value.shape, 0, start]
             contiguous = np.ascontiguousarray(value)
-            large.append(contiguous.data.cast("B"))
-            return [contiguous.dtype.str, contiguous.shape, len(large), 0]
+            arrays.append(contiguous.data.cast("B") if contiguous.size else b"")
+            return [contiguous.dtype.str, contiguous.shape, len(arrays) - 1]
         if isinstance(value, np.generic):
             return value.item()
         raise ChannelError(f"cannot send a {type(value).__name__}")
@@ -123,7 +107,7 @@ def encode(message: msgspec.Struct) -> list[Frame]:
         body = msgspec.msgpack.encode(message, enc_hook=hook)
     except (OverflowError, TypeError, ValueError, RecursionError) as error:
         raise ChannelError(f"a {type(message).__name__} cannot be sent: {error}") from error
-    return [body, b"".join(small), *large]
+    return [body, *arrays]
 
 
 @functools.lru_cache(maxsize=64)
@@ -138,11 +122,8 @@ def decode(kind: type[T], frames: Sequence[Frame]) -> T:
     """Return the message of this class. Its arrays are read-only views of the frames. Raises `ChannelError`."""
 
     def hook(expected: type, value: Any) -> Any:
-        dtype, shape, frame, offset = value
-        count = math.prod(shape)
-        if count <= 0:
-            return np.zeros(shape, _numbers(dtype))
-        return np.frombuffer(frames[1 + frame], _numbers(dtype), count, offset).reshape(shape)
+        dtype, shape, index = value
+        return np.frombuffer(frames[1 + index], dtype=_numbers(dtype)).reshape(shape)
 
     try:
         return msgspec.msgpack.decode(bytes(frames[0]), type=kind, dec_hook=hook)
