@@ -17,7 +17,7 @@ share core 0, and the process of the reward model has core 1. The controller and
     speed      beside: the example as it is (depth 1), with and without the scorer. Wanted: at least 0.95 of the tokens
                per second that the run without it trains.
                slower: the scorer is the slower part. Answers have 7 steps of 33 tokens, batches have 12 answers
-               (depth 0), the policy has 0.1M parameters, and the reward model has 9M and random weights.
+               (depth 0), the policy has 0.1M parameters, and the reward model has 10M and random weights.
                The steps are scored one by one, or after the last token. Wanted: 1.3 times as many tokens per second.
     credit     the example with 4 groups of 8 answers in a version, with three seeds. Each seed has its own warm start,
                the same in both arms. The arm `outcome` has no scorer and one advantage for each answer. Each arm has
