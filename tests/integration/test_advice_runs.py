@@ -176,7 +176,7 @@ HEALTHY = [
     ("letters", "buffer.filter=['zero_variance']", "buffer.oversample=1.5"),
     ("letters", "lora.rank=4", "training.learning_rate=3e-3"),
     ("sorting", "warm_start.steps=60", "warm_start.learning_rate=3e-3"),
-    ("gym", "warm_start.steps=20"),
+    ("gym", "warm_start.steps=60", "warm_start.learning_rate=3e-3"),
     ("environment", "rollouts.max_turns=2"),
     ("agent", "rollouts.max_turns=2"),
 ]

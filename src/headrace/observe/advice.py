@@ -23,7 +23,7 @@ GROUPS, FEWEST_GROUPS = 64, 16
 """The number of latest groups that the rules of groups look at, and the fewest with which they say anything."""
 REASON_LENGTH = 200
 FAR = 0.2
-"""A KL divergence in nats a token that is far too large for one step. Healthy runs stay below a tenth of it."""
+"""A KL divergence in nats a token that is far too large for one step. Most healthy runs stay below a tenth of it."""
 LONG = 64
 """Answers of fewer tokens are not long, however short they were at the beginning."""
 
@@ -131,7 +131,12 @@ class History:
         self.best: float | None = None
         """The largest reward of a single answer so far."""
         self.jump: float | None = None
-        """The largest KL divergence so far from the policy that sampled, if it was far too large for one step."""
+        """The largest KL divergence from the policy that sampled, if it was far too large for one step.
+
+        It is forgotten when the policy has recovered: when the rewards of SHORT steps are as good as those before it.
+        """
+        self._before_jump: float | None = None
+        self._since_jump: deque[float] = deque(maxlen=SHORT)
         self.varied = False
         """Whether there was ever a step in which most groups had different rewards."""
 
@@ -142,10 +147,25 @@ class History:
         self.latest.append(record)
         if (most := record.get("reward_max")) is not None:
             self.best = most if self.best is None else max(self.best, most)
-        if (apart := record.get("kl_k3")) is not None and apart >= FAR:
-            self.jump = max(apart, self.jump or 0.0)
+        self._look_for_jump(record.get("kl_k3"), record.get("reward"))
         zero_variance = record.get("zero_variance")
         self.varied = self.varied or (zero_variance is not None and zero_variance < 0.5)
+
+    def _look_for_jump(self, apart: float | None, reward: float | None) -> None:
+        if apart is not None and apart >= FAR:
+            if self.jump is None:
+                self._before_jump = self._mean_reward()
+            self.jump = max(apart, self.jump or 0.0)
+            self._since_jump.clear()
+        elif self.jump is not None and reward is not None and self._before_jump is not None:
+            self._since_jump.append(reward)
+            if len(self._since_jump) == SHORT and fmean(self._since_jump) >= self._before_jump:
+                self.jump = None
+
+    def _mean_reward(self) -> float | None:
+        """Return the mean reward of the latest steps, as many as there are."""
+        rewards = [record["reward"] for record in list(self.latest)[-SHORT:] if record.get("reward") is not None]
+        return fmean(rewards) if rewards else None
 
     def last(self, key: str, steps: int = STEPS) -> list[float]:
         """Return a number of each of the latest steps; empty if there are fewer, or if one of them has no number."""

@@ -93,6 +93,18 @@ def test_a_jump_is_the_cause_of_what_follows_it() -> None:
     assert advised(begin + [healthy(0) | after for _ in range(20)]) == [(13, "learning_rate")]
 
 
+def test_a_jump_from_which_the_policy_has_recovered_explains_nothing() -> None:
+    jump = [healthy(0), healthy(0) | {"kl_k3": 0.3}]
+    as_good = [healthy(0) for _ in range(5)]
+    cut_off = [healthy(0) | {"truncated": 0.9} for _ in range(10)]
+    assert [cause for _, cause in advised(jump + as_good + cut_off)] == ["truncated"]
+    worse = [healthy(0) | {"reward": 0.05} for _ in range(5)]
+    assert [cause for _, cause in advised(jump + worse + cut_off[:5])] == []
+    assert [cause for _, cause in advised(jump + worse + [step | {"reward": 0.05} for step in cut_off])] == [
+        "learning_rate"
+    ]
+
+
 def test_answers_that_are_cut_off() -> None:
     assert advised(broken(truncated=0.6)) == [(10, "truncated")]
     assert advised([healthy(step) | {"truncated": 0.95} for step in range(20)]) == [], "the reward rises"
