@@ -12,12 +12,14 @@ at runs with seed 0, so `credit` takes other seeds. In all runs of `timeline` an
 share core 0, and the process of the reward model has core 1. The controller and its reward worker may use both. In
 `credit` no process is pinned.
 
-    timeline   the example as it is. A score of step k is in time if it arrives before the engine samples the first
-               token of step k + 2. Wanted: all scores in time.
-    speed      beside: the example as it is (depth 1), with and without the scorer. Wanted: at least 0.95 of the tokens
-               per second that the run without it trains.
-               slower: the scorer is the slower part. Answers have 7 steps of 33 tokens, batches have 12 answers
-               (depth 0), the policy has 0.1M parameters, and the reward model has 10M and random weights.
+    timeline   the example with a policy of 3.4M parameters and 60 steps of warm start. A score of step k is in time if
+               it arrives before the engine samples the first token of step k + 2. Wanted: all scores in time.
+               The example's own policy has 0.6M parameters and samples a step of 9 tokens in 0.15 s. When all answers
+               begin together, the controller and the scorer need as long as that, and up to 4% of the scores are late.
+    speed      beside: the same run (depth 1) with and without the scorer. Wanted: at least 0.95 of the tokens per
+               second that the run without it trains.
+               slower: the scorer is the slower part. Answers have 7 steps of 33 tokens, batches have 24 answers
+               (depth 0), the policy has 0.4M parameters, and the reward model has 10M and random weights.
                The steps are scored one by one, or after the last token. Wanted: 1.3 times as many tokens per second.
     credit     the example with 4 groups of 8 answers in a version, with three seeds. Each seed has its own warm start,
                the same in both arms. The arm `outcome` has no scorer and one advantage for each answer. Each arm has
@@ -51,10 +53,12 @@ LONG_STEPS, MORE_TRAVELLERS = 7, 16
 """The steps of an answer, and the travellers in each step, where the scorer is the slower part."""
 CREDIT_GROUPS, RATES = 4, {"steps": 3e-4, "outcome": 1e-4}
 """The groups of a version of `credit`, and the learning rate of each arm."""
-POLICY = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 1}
-POLICY |= {"num_key_value_heads": 1}
-SLOW_MODEL = {"hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 5, "num_attention_heads": 6}
-SLOW_MODEL |= {"num_key_value_heads": 6}
+POLICY = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 2}
+POLICY |= {"num_key_value_heads": 2}
+WIDE_POLICY = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4}
+WIDE_POLICY |= {"num_key_value_heads": 4}
+SLOW_MODEL = {"hidden_size": 448, "intermediate_size": 1344, "num_hidden_layers": 4, "num_attention_heads": 7}
+SLOW_MODEL |= {"num_key_value_heads": 7}
 
 Sections = dict[str, dict[str, Any]]
 
@@ -88,7 +92,7 @@ def main() -> None:
 
 def timeline(given: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Compare the moments at which scores arrived with those at which the engine sampled."""
-    sections = _example(given, versions=3 if given.smoke else 15)
+    sections = _wide(given, directory, versions=3 if given.smoke else 15)
     run = _trained(directory / "timeline", sections, pinned=True)
     rollouts = [scores for rollout in run.rollouts("state = 'trained'") if len(scores := _steps(rollout.scores)) > 2]
     rows = [row for scores in rollouts for row in _moments(scores)]
@@ -131,7 +135,7 @@ def speed(given: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Compare the trained tokens per second of arms that differ in the scorer alone."""
     result: dict[str, Any] = {}
     if given.only != "slower":
-        sections = _example(given, versions=4 if given.smoke else 30)
+        sections = _wide(given, directory, versions=4 if given.smoke else 20)
         arms = {"without": _without_scorer(sections), "scored": sections}
         result["beside"] = _compare(given, directory / "beside", arms, "scored", "without")
     if given.only != "beside":
@@ -167,13 +171,29 @@ def _busy(run: Run) -> dict[str, float]:
     return {name: 1 - share for name, share in idle.items() if share is not None}
 
 
+def _wide(given: argparse.Namespace, directory: Path, *, versions: int) -> Sections:
+    """Return the sections of the example with a policy of 3.4M parameters in the place of its own one."""
+    make = _make()
+    make.write_tokenizer(directory / "wide_policy")
+    shape = {"architectures": ["LlamaForCausalLM"], **make.SHAPE, **WIDE_POLICY}
+    (directory / "wide_policy" / "config.json").write_text(json.dumps(shape))
+    changes = {"model": {"path": str(directory / "wide_policy")}, "warm_start": {"steps": 60}}
+    return _with(_example(given, versions=versions), changes)
+
+
+def _make() -> Any:
+    """Import the script that makes the example."""
+    sys.path.insert(0, str(EXAMPLE))
+    import make
+
+    return make
+
+
 def _slower(given: argparse.Namespace, directory: Path) -> Sections:
     """Make a policy, a reward model and data for a run in which scoring takes longer than generation."""
     from transformers import LlamaConfig, LlamaForTokenClassification
 
-    sys.path.insert(0, str(EXAMPLE))
-    import make
-
+    make = _make()
     made, make.TRAVELLERS = directory / "made", MORE_TRAVELLERS
     for part in ("policy", "reward_model"):
         make.write_tokenizer(made / part)
@@ -185,13 +205,13 @@ def _slower(given: argparse.Namespace, directory: Path) -> Sections:
     changes: dict[str, dict[str, Any]] = {
         "model": {"path": str(made / "policy")},
         "task": {"path": str(made / "train.jsonl"), "heldout_path": ""},
-        "warm_start": {"steps": 20 if given.smoke else 300},
+        "warm_start": {"steps": 20 if given.smoke else 60},
         "scorers": {"steps": {"model": str(made / "reward_model"), "good": ""}},
-        "engine": {"slots": 12, "max_length": 256},
+        "engine": {"slots": 24, "max_length": 256},
         "rollouts": {"group_size": 4, "max_tokens": LONG_STEPS * step_tokens},
-        "buffer": {"groups": 3, "depth": 0},
+        "buffer": {"groups": 6, "depth": 0},
     }
-    return _with(_example(given, versions=4 if given.smoke else 40), changes)
+    return _with(_example(given, versions=4 if given.smoke else 20), changes)
 
 
 # ---- what scores are good for
