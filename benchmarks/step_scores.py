@@ -19,7 +19,8 @@ share core 0, and the process of the reward model has core 1. The controller and
     speed      beside: the same run (depth 1) with and without the scorer. Wanted: at least 0.95 of the tokens per
                second that the run without it trains.
                slower: the scorer is the slower part. Answers have 7 steps of 33 tokens, batches have 24 answers
-               (depth 0), the policy has 0.4M parameters, and the reward model has 10M and random weights.
+               (depth 0), the policy has 0.4M parameters, and the reward model has 10M and random weights. The learning
+               rate is 1e-7, so that the answers are alike in all runs: random scores teach nothing.
                The steps are scored one by one, or after the last token. Wanted: 1.3 times as many tokens per second.
     credit     the example with 4 groups of 8 answers in a version, with three seeds. Each seed has its own warm start,
                the same in both arms. The arm `outcome` has no scorer and one advantage for each answer. Each arm has
@@ -49,16 +50,16 @@ from headrace.types import Score
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples/steps"
 SHARED_CORE, SCORER_CORE = 0, 1
-LONG_STEPS, MORE_TRAVELLERS = 7, 16
-"""The steps of an answer, and the travellers in each step, where the scorer is the slower part."""
+LONG_STEPS, MORE_TRAVELLERS, ROOM = 7, 16, 256
+"""The steps of an answer, the travellers in each step, and the room in tokens, where the scorer is the slower part."""
 CREDIT_GROUPS, RATES = 4, {"steps": 3e-4, "outcome": 1e-4}
 """The groups of a version of `credit`, and the learning rate of each arm."""
 POLICY = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 2}
-POLICY |= {"num_key_value_heads": 2}
+POLICY |= {"num_key_value_heads": 2, "max_position_embeddings": ROOM}
 WIDE_POLICY = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4}
 WIDE_POLICY |= {"num_key_value_heads": 4}
 SLOW_MODEL = {"hidden_size": 448, "intermediate_size": 1344, "num_hidden_layers": 4, "num_attention_heads": 7}
-SLOW_MODEL |= {"num_key_value_heads": 7}
+SLOW_MODEL |= {"num_key_value_heads": 7, "max_position_embeddings": ROOM}
 
 Sections = dict[str, dict[str, Any]]
 
@@ -207,11 +208,12 @@ def _slower(given: argparse.Namespace, directory: Path) -> Sections:
         "task": {"path": str(made / "train.jsonl"), "heldout_path": ""},
         "warm_start": {"steps": 20 if given.smoke else 60},
         "scorers": {"steps": {"model": str(made / "reward_model"), "good": ""}},
-        "engine": {"slots": 24, "max_length": 256},
+        "engine": {"slots": 24, "max_length": ROOM},
         "rollouts": {"group_size": 4, "max_tokens": LONG_STEPS * step_tokens},
         "buffer": {"groups": 6, "depth": 0},
+        "training": {"learning_rate": 1e-7},
     }
-    return _with(_example(given, versions=4 if given.smoke else 20), changes)
+    return _with(_example(given, versions=4 if given.smoke else 10), changes)
 
 
 # ---- what scores are good for
