@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.engines.base import KEPT_LIMIT, Sampling
-from headrace.engines.embedded.sampler import draw
+from headrace.engines.embedded.sampler import _pick, draw
 from headrace.engines.requests import uniforms
 
 
@@ -34,6 +34,21 @@ def reference(logits: np.ndarray, sampling: Sampling, slack: float = 0.0) -> np.
 def chi_square_bound(freedom: int) -> float:
     """What chi-square exceeds with a probability of 1e-4 (Wilson and Hilferty)."""
     return float(freedom * (1 - 2 / (9 * freedom) + 3.719 * np.sqrt(2 / (9 * freedom))) ** 3)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 255, 256, 257, 1000, 4096])
+def test_blocks_of_ids_pick_what_one_cumulative_sum_picks(vocabulary: int) -> None:
+    """Masses are small integers, so that all sums are exact. Most are 0, whole blocks of them."""
+    rng = np.random.default_rng(vocabulary)
+    masses = (rng.integers(0, 9, (200, vocabulary)) * (rng.random((200, vocabulary)) < 0.02)).astype(np.float32)
+    masses[:, rng.integers(vocabulary)] += 1
+    u = rng.random(200)
+    u[:3] = 0.0, np.nextafter(1.0, 0.0), 0.5
+    ids, total = _pick(torch.from_numpy(masses), torch.from_numpy(u))
+    for row, mass, part, id in zip(masses, total.tolist(), u, ids.tolist(), strict=True):
+        cumulative = row.astype(np.float64).cumsum()
+        assert mass == cumulative[-1]
+        assert id == np.searchsorted(cumulative, part * mass, side="right") and row[id] > 0
 
 
 RULES = [

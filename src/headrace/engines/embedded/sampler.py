@@ -20,6 +20,8 @@ from headrace.engines.base import KEPT_LIMIT, Sampling
 from headrace.engines.requests import uniforms
 from headrace.types import Float32Array, Int32Array
 
+_BLOCK = 256
+"""How many ids are summed at once when a token is picked."""
 _HEAD = 1024
 """Top-p looks at this many best tokens first. It sorts the whole vocabulary only for rows where they are not enough."""
 
@@ -50,9 +52,8 @@ class _Rule(NamedTuple):
 def draw(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Drawn:
     """Draw a token for every row of `logits` [R, V]. `positions` are the positions of the new tokens."""
     logits = _without_forbidden(logits.float(), samplings)
-    best, best_ids = logits.max(dim=-1, keepdim=True)
     # Relative to the row's best logit: likely tokens are then near zero, where fp32 is precise enough.
-    scaled = logits - best
+    scaled = logits - logits.amax(dim=-1, keepdim=True)
     if any(s.temperature not in (0.0, 1.0) for s in samplings):
         # Greedy rows keep their logits, because their log-probabilities are untempered.
         temperatures = torch.tensor([s.temperature or 1.0 for s in samplings], device=logits.device)
@@ -71,7 +72,7 @@ def draw(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequenc
             keep = _keep(logits if whole else logits[rows], mine, rule)
             mine = mine * keep
         if rule.greedy:
-            ids, total = best_ids[rows, 0], mine.sum(-1, dtype=torch.float64)
+            ids, total = logits[rows].argmax(-1), mine.sum(-1, dtype=torch.float64)
         else:
             ids, total = _pick(mine, noise[rows])
         tokens[rows] = ids.cpu()
@@ -107,13 +108,24 @@ def _by_rule(samplings: Sequence[Sampling], vocabulary: int) -> dict[_Rule, list
 def _pick(masses: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first id whose cumulative mass exceeds `u` times the total mass, and the total mass.
 
-    An id of zero mass is never returned.
+    An id of zero mass is never returned. Blocks of ids are summed first, and only the block that holds the id is
+    searched, because a cumulative sum over the whole vocabulary takes much longer than its sum.
     """
-    cumulative = masses.cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1]
-    ids = torch.searchsorted(cumulative, (u * total)[:, None], right=True)[:, 0]
-    # A row of NaN finds no id. Its log-probability is NaN, which shows the error.
-    return ids.clamp_(max=masses.shape[1] - 1), total
+    rows, count = masses.shape
+    blocks = torch.nn.functional.pad(masses, (0, -count % _BLOCK)).view(rows, -1, _BLOCK)
+    sums = blocks.sum(-1, dtype=torch.float64)
+    ends = sums.cumsum(-1)
+    total = ends[:, -1]
+    target = (u * total)[:, None]
+    # A row of NaN finds no block and no id. Its log-probability is NaN, which shows the error.
+    block = torch.searchsorted(ends, target, right=True).clamp_(max=sums.shape[1] - 1)
+    inside = blocks[torch.arange(rows, device=masses.device), block[:, 0]]
+    rest = (target - (ends - sums).gather(1, block)).clamp_(min=0.0)
+    place = torch.searchsorted(inside.cumsum(-1, dtype=torch.float64), rest, right=True)
+    # By rounding, the mass of the block may end just below its part of the target.
+    last = (inside > 0).cumsum(-1, dtype=torch.int32).argmax(-1, keepdim=True)
+    ids = block * _BLOCK + torch.minimum(place, last)
+    return ids[:, 0].clamp_(max=count - 1), total
 
 
 def _keep(logits: torch.Tensor, masses: torch.Tensor, rule: _Rule) -> torch.Tensor:
