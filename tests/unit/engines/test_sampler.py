@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.engines.base import KEPT_LIMIT, Sampling
-from headrace.engines.embedded.sampler import _pick, draw
+from headrace.engines.embedded.sampler import draw, pick
 from headrace.engines.requests import uniforms
 
 
@@ -44,7 +44,7 @@ def test_blocks_of_ids_pick_what_one_cumulative_sum_picks(vocabulary: int) -> No
     masses[:, rng.integers(vocabulary)] += 1
     u = rng.random(200)
     u[:3] = 0.0, np.nextafter(1.0, 0.0), 0.5
-    ids, total = _pick(torch.from_numpy(masses), torch.from_numpy(u))
+    ids, total = pick(torch.from_numpy(masses), torch.from_numpy(u))
     for row, mass, part, id in zip(masses, total.tolist(), u, ids.tolist(), strict=True):
         cumulative = row.astype(np.float64).cumsum()
         assert mass == cumulative[-1]

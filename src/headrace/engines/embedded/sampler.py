@@ -74,7 +74,7 @@ def draw(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequenc
         if rule.greedy:
             ids, total = logits[rows].argmax(-1), mine.sum(-1, dtype=torch.float64)
         else:
-            ids, total = _pick(mine, noise[rows])
+            ids, total = pick(mine, noise[rows])
         tokens[rows] = ids.cpu()
         logprobs[rows] = (scaled[rows, ids] - total.log()).float().cpu()
         for index, row in enumerate(rows):
@@ -105,7 +105,7 @@ def _by_rule(samplings: Sequence[Sampling], vocabulary: int) -> dict[_Rule, list
     return rules
 
 
-def _pick(masses: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def pick(masses: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first id whose cumulative mass exceeds `u` times the total mass, and the total mass.
 
     An id of zero mass is never returned. Blocks of ids are summed first, and only the block that holds the id is
