@@ -57,7 +57,9 @@ def tiny(seed: int = 0, attention: str = ATTENTION) -> Any:
         num_key_value_heads=1,
         head_dim=8,
         max_position_embeddings=LONGEST,
-        initializer_range=0.3,
+        # Wider weights amplify rounding: with 0.3, float32 is three times as far from float64. With 0.2, the
+        # log-probabilities of two versions still differ by about 1.
+        initializer_range=0.2,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
