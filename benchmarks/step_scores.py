@@ -7,17 +7,17 @@
 `examples/steps/make_reward_model.py --out DIR` makes the reward model. `--smoke` makes each subcommand a matter of a
 minute or two, to see that it works. Its figures mean nothing.
 
-The settings are stated here before the measurements. The example's task and reward model were chosen by looking
-at runs with seed 0, so `credit` takes other seeds. In all runs of `timeline` and `speed` the engine and the trainer
-share core 0, and the process of the reward model has core 1. The controller and its reward worker may use both. In
-`credit` no process is pinned.
+The settings are stated here before the measurements. The task and the reward model of the example were chosen by
+looking at runs with seed 0, so `credit` takes other seeds. The settings of `slower` were chosen by shorter runs. In all
+runs of `timeline` and `speed` the engine and the trainer share core 0, and the process of the reward model has core 1.
+The controller and its reward worker may use both. In `credit` no process is pinned.
 
     timeline   the example with a policy of 3.4M parameters. A score of step k is in time if it arrives before the
                engine samples the first token of step k + 2. Wanted: all scores in time.
                The example's own policy has 0.6M parameters and samples a step of 9 tokens in 0.15 s. When all answers
                begin together, the controller and the scorer need as long as that, and up to 4% of the scores are late.
-    speed      beside: that run (depth 1, 60 steps of warm start), with and without the scorer. Wanted: at least 0.95 of
-               the tokens per second that the run without it trains.
+    speed      beside: the run of `timeline` (depth 1), after a warm start of 60 steps, with and without the scorer.
+               Wanted: at least 0.95 of the tokens per second that the run without it trains.
                slower: the scorer is the slower part. Answers have 7 steps of 33 tokens, batches have 24 answers
                (depth 0), the policy has 0.4M parameters, and the reward model has 10M and random weights. The learning
                rate is 1e-7, so that the answers are alike in all runs: random scores teach nothing.
@@ -183,7 +183,7 @@ def _wide(given: argparse.Namespace, directory: Path, *, versions: int) -> Secti
 
 
 def _make() -> Any:
-    """Import the script that makes the example."""
+    """Return the module `make` of the example, which makes its data and its tokenizer."""
     sys.path.insert(0, str(EXAMPLE))
     import make
 
