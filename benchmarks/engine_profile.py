@@ -1,6 +1,7 @@
 """Shows which kernels take the time of decode steps on a GPU: `python benchmarks/engine_profile.py SHAPE BATCH`.
 
-Torch's profiler records a few steps in the middle of the measured round of `headrace bench engine`.
+Torch's profiler records a few steps in the middle of the measured round of `headrace bench engine`. A call of
+`EngineCore.step` launches several steps where a step is short, so the recorded calls may hold a few steps more.
 """
 
 import sys
@@ -15,20 +16,24 @@ from headrace.bench.options import EngineBench
 from headrace.engines.embedded.core import EngineCore
 
 FIRST_STEP, STEPS = WARM_TOKENS + 48, 5
-"""The steps that are recorded, counted from the first request on. The warm-up has a little more than `WARM_TOKENS`."""
+"""The decode step after which recording begins, counted from the first request on, and how many steps it lasts."""
 
 
 def profiled_step() -> Any:
     """Return a replacement for `EngineCore.step` that runs some steps under the profiler."""
     step, profiler, done = EngineCore.step, profile(activities=[ProfilerActivity.CUDA]), 0
+    last: int | None = None
 
     def profiled(core: EngineCore) -> Any:
-        nonlocal done
-        done += 1
-        if done == FIRST_STEP:
+        nonlocal done, last
+        if last is None and done >= FIRST_STEP:
+            last = done + STEPS
             profiler.start()
+        before = core.timings.steps
         deltas = step(core)
-        if done == FIRST_STEP + STEPS - 1:
+        taken = core.timings.steps - before
+        done += taken
+        if last is not None and done - taken < last <= done:
             torch.cuda.synchronize()
             profiler.stop()
             print(profiler.key_averages().table(sort_by="cuda_time_total", row_limit=20, max_name_column_width=70))

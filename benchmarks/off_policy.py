@@ -6,8 +6,8 @@ All runs are real and begin with the same warm-started weights. Every finished r
 run that is in the file is not made again, so an interrupted study continues where it stopped.
 
 The lag of a run is fixed by its configuration. With `interrupt = "block"` an engine finishes all requests that it has
-before it takes new weights. With `depth = max_lag = K` the groups of a version fill the window until they are trained K
-versions later.
+before it takes new weights. With `depth = max_lag = K`, K versions of groups are generated ahead, so each group is
+trained K versions after the version that sampled it.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=ROOT / "docs/off_policy.jsonl")
     parser.add_argument("--svg", type=Path)
     parser.add_argument("--runs", type=Path, default=Path("runs/off_policy"), help="where the runs are made")
-    parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 4, 8])
+    parser.add_argument("--lags", type=int, nargs="+", choices=TONES, default=[0, 1, 4, 8])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[3e-4])
     parser.add_argument("--versions", type=int, default=80)
@@ -114,11 +114,14 @@ def _measure(run: dict[str, Any], runs: Path) -> dict[str, Any]:
 def _warm_start(runs: Path) -> Path:
     """Return the weights that all runs begin with: those of the quickstart after its supervised steps."""
     path = runs / "start"
-    if not (path / "summary.json").exists():
+    if not list((path / "checkpoints").glob("step-*")):
         shutil.rmtree(path, ignore_errors=True)
         settings = [f"run.directory={runs}", "run.name=start", "run.versions=1", "training.learning_rate=1e-12"]
         settings += ["evaluate.prompts=0", "evaluate.every=0", "observe.display=none"]
-        start_run(load_config(QUICKSTART, settings), NoProgress())
+        outcome = start_run(load_config(QUICKSTART, settings), NoProgress())
+        if outcome.outcome != "finished":
+            shutil.rmtree(path)
+            raise SystemExit(f"the warm start was {outcome.outcome}: there are no weights to begin with")
     return next((path / "checkpoints").glob("step-*"))
 
 

@@ -1,10 +1,10 @@
-"""Compares consumed tokens per second of whole runs with the embedded engine and with a vLLM server, one workload.
+"""Compares the embedded engine with a vLLM server: consumed tokens per second of whole runs of one workload.
 
     python benchmarks/vllm_loop.py --vllm-python path/to/vllm/bin/python [--model qwen3-0.6b] [--in-flight 256]
 
 Every run is real: engine and trainer are processes of their own on one GPU, and every version is delivered and proved.
 The workload is that of `headrace bench loop`: prompts of one length, answers whose lengths are fixed in advance, and
-random rewards. Tokens count when they reach a loss. The first versions and the last ones, which are trained while
+random rewards. A token is counted when it is trained. The first versions and the last ones, which are trained while
 nothing is generated any more, are not counted. `--device cpu` runs the same with a tiny model.
 """
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,20 +28,23 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 def with_name(config: Config, *, existing: bool = False) -> Config:
     """Return the configuration with a name for its run: the given one, or else the next of `run`, `run-2`, `run-3`, ...
 
-    With `existing`, a run without a name gets that of the newest of these that exists, if there is one.
+    With `existing`, a run without a name gets the name of the newest existing run of this series, if there is one.
     """
     if config.run.name:
         return config
-    directory, number = Path(config.run.directory), 1
-    while (directory / _numbered(number)).exists():
-        number += 1
-    if existing and number > 1:
-        number -= 1
-    return structs.replace(config, run=structs.replace(config.run, name=_numbered(number)))
+    newest = max(_numbers(Path(config.run.directory)), default=0)
+    number = newest if existing and newest else newest + 1
+    name = DEFAULT_NAME if number == 1 else f"{DEFAULT_NAME}-{number}"
+    return structs.replace(config, run=structs.replace(config.run, name=name))
 
 
-def _numbered(number: int) -> str:
-    return DEFAULT_NAME if number == 1 else f"{DEFAULT_NAME}-{number}"
+def _numbers(directory: Path) -> Iterator[int]:
+    """Yield the number of every run in the directory that was given no name. Runs may have been deleted in between."""
+    for path in directory.glob(f"{DEFAULT_NAME}*"):
+        if path.name == DEFAULT_NAME:
+            yield 1
+        elif found := re.fullmatch(rf"{DEFAULT_NAME}-([1-9][0-9]{{0,8}})", path.name):
+            yield int(found[1])
 
 
 class RunDir:
@@ -70,13 +74,16 @@ class RunDir:
     def create(cls, config: Config) -> RunDir:
         """Create a new run directory with the resolved configuration. Raises `UserError` if the directory exists."""
         run_dir = cls.of(config)
-        if run_dir.path.exists():
+        try:
+            run_dir.path.mkdir(parents=True)
+        except FileExistsError as error:
             raise UserError(
                 f"{run_dir.path} exists: choose another [run] name, replace it with `headrace train --overwrite`, "
                 f"or go on with it by `headrace resume {run_dir.path}`"
-            )
+            ) from error
+        except OSError as error:
+            raise UserError(f"[run] directory: {run_dir.path} cannot be made: {error.strerror}") from error
         try:
-            run_dir.path.mkdir(parents=True)
             write_whole(run_dir.config, dump_config(config).encode(), durable=True)
             run_dir.link_checkpoints(config)
             sync(run_dir.path.parent)
@@ -90,10 +97,10 @@ class RunDir:
 
     @contextmanager
     def set_aside(self) -> Iterator[Callable[[], None]]:
-        """Set an old run of this name aside, for a run that replaces it. Yield what removes the old run for good.
+        """Set an old run of this name aside, for a run that replaces it. Yield a function that deletes the old run.
 
-        If that is not called, the old run is put back in its place. Raises `UserError` if the directory is not that of
-        a run.
+        If the function is not called, the old run is put back in its place. Raises `UserError` if the directory is not
+        that of a run.
         """
         if not self.path.exists():
             yield lambda: None
@@ -124,7 +131,8 @@ class RunDir:
         if directory and not is_url(directory) and not self.checkpoints.is_symlink():
             folder = (Path(directory) / config.run.name).absolute()
             folder.mkdir(parents=True, exist_ok=True)
-            self.checkpoints.symlink_to(folder, target_is_directory=True)
+            with suppress(FileExistsError):  # Another worker of this host has made the same link meanwhile.
+                self.checkpoints.symlink_to(folder, target_is_directory=True)
 
     @contextmanager
     def with_trial_config(self, config: Config) -> Iterator[None]:
@@ -180,7 +188,7 @@ def load_saved(path: Path) -> Config:
 def write_whole(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Write beside the old file and rename over it, so a process that dies meanwhile leaves the old file intact.
 
-    With `durable`, a power failure leaves the old file or the new one too, and after the call the new one.
+    With `durable`, this also holds for a power failure, and after the call the new file survives one.
     """
     part = path.with_suffix(f"{path.suffix}.part")
     with part.open("wb") as file:

@@ -37,7 +37,7 @@ class Facts(msgspec.Struct, kw_only=True):
     truncation: bool
     """Whether the worker applies a request's `Truncation`."""
     kept: bool = False
-    """Whether the server says which tokens truncation kept. It then demands a `top_k` of every request."""
+    """Whether the server says which tokens truncation kept. Such a server demands a `top_k` of every request."""
     expert_layers: list[int] = []
     """The layers whose experts the server records; empty if it records none."""
     device: str = "cpu"

@@ -71,7 +71,7 @@ class HeadraceWorker:
     def headrace_stage(self, order: str) -> dict[str, Any]:
         """Begin to fetch the version of a `FetchOrder` (in JSON) beside the live weights; return its `StagingState`.
 
-        If the fetch cannot begin, the answer holds the reason. An exception would not bring its text to the driver.
+        If the fetch cannot begin, the answer holds the reason: the text of an exception would not reach the driver.
         """
         wanted = msgspec.json.decode(order, type=FetchOrder)
         try:
@@ -87,7 +87,7 @@ class HeadraceWorker:
     def headrace_load(self, version: str) -> dict[str, Any]:
         """Load the staged version while the scheduler is paused, and compare it with the live weights; return `Live`.
 
-        One call does all of it, because decoding waits for every call.
+        All steps are one call: decoding is paused meanwhile, and each further call would lengthen the pause.
         """
         transfer = self.headrace_transfer()
         try:

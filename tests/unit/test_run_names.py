@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from headrace.config import Config, make_config
 from headrace.errors import UserError
@@ -63,3 +65,38 @@ def test_a_directory_that_is_no_run_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a run directory"), RunDir.of(configured(tmp_path, "mine")).set_aside():
         pass
     assert (tmp_path / "mine").is_dir()
+
+
+def test_the_newest_run_is_found_though_one_before_it_was_deleted(tmp_path: Path) -> None:
+    for _ in range(3):
+        RunDir.create(with_name(configured(tmp_path)))
+    for gone in ("run-2", "run"):
+        shutil.rmtree(tmp_path / gone)
+        assert with_name(configured(tmp_path), existing=True).run.name == "run-3"
+        assert with_name(configured(tmp_path)).run.name == "run-4"
+    (tmp_path / "run-old").mkdir()
+    (tmp_path / "running").mkdir()
+    assert with_name(configured(tmp_path)).run.name == "run-4"
+
+
+def test_a_run_that_is_created_at_the_same_time_keeps_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = RunDir.create(configured(tmp_path, "mine"))
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # The other run began after this run had looked.
+    with pytest.raises(UserError, match="mine exists"):
+        RunDir.create(configured(tmp_path, "mine"))
+    assert first.config.is_file()
+
+
+def test_workers_of_a_host_may_link_the_checkpoints_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(tmp_path, "mine")
+    config = structs.replace(
+        config, training=structs.replace(config.training, checkpoint_directory=str(tmp_path / "store"))
+    )
+    run_dir = RunDir.create(config)
+    monkeypatch.setattr(Path, "is_symlink", lambda path: False)  # The other worker made it after this one had looked.
+    run_dir.link_checkpoints(config)
+    assert run_dir.checkpoints.resolve() == tmp_path / "store/mine"

@@ -1,4 +1,4 @@
-"""What the benchmarks of a model share: the choice of model and device, and how the figures name both.
+"""What all benchmarks of a model use: they build or load the model, choose the device, and record both in the results.
 
 Random weights are created on the device, in the given dtype: no copy of them is made in host memory. The same model,
 dtype, device and seed give the same weights. Rotary frequencies stay in float32, as in a loaded model.
@@ -55,7 +55,7 @@ def begin(name: str, options: ModelBench, flag: str = "") -> tuple[str, dict[str
     """Return the device that `--device` asks for, and the first figures: the machine, and the options as given.
 
     Raises a one-line `UserError` if there is no such device, or if the model is neither a named shape nor a directory.
-    `flag` is the option that names the model, if there is one.
+    `flag` is put before the model's name in the error, for example `--model-shape `.
     """
     if options.model not in SHAPES and not Path(options.model).is_dir():
         raise UserError(f"{flag}{options.model}: neither a model directory nor a shape (one of {', '.join(SHAPES)})")

@@ -400,6 +400,8 @@ def check_teachers(config: Config) -> None:
             raise ConfigError(
                 f"[scorers.{name}] url: a server scores at temperature 1, and [rollouts] temperature is not"
             )
+        if teacher.url and len(outside) == len(config.scorers):
+            _check_heldout_temperatures(name, config)
     if config.moving_teachers and (config.training.processes > 1 or config.training.offload or config.lora):
         name = next(iter(config.moving_teachers))
         raise ConfigError(f"[scorers.{name}] policy: not with several [training] ranks, offload or [lora]")
@@ -412,6 +414,19 @@ def check_teachers(config: Config) -> None:
         raise ConfigError(f"{inside[0]}: only loss {learners} learns from one, or any loss with teacher_weight")
     if "teacher_top_k" in _changed(algorithm) and not needs(algorithm).top_k:
         raise ConfigError("[algorithm] teacher_top_k: only teacher_divergence 'forward' and 'reverse' compare them")
+
+
+def _check_heldout_temperatures(teacher: str, config: Config) -> None:
+    """Raise `ConfigError` if only this teacher's server scores held-out answers, and cannot at their temperature."""
+    if not any(isinstance(task, DatasetTaskConfig) and not task.named_rewards for task in config.tasks.values()):
+        return
+    sets = {f"evaluate.sets.{name}": one for name, one in config.evaluate.sets.items()}
+    for place, one in {"evaluate": config.evaluate, **sets}.items():
+        if one.temperature not in (0.0, 1.0):
+            raise ConfigError(
+                f"[{place}] temperature: {one.temperature:g} is neither 0 nor 1, and nothing but the server of "
+                f"[scorers.{teacher}] scores these answers (a server scores at temperature 1)"
+            )
 
 
 def _check_ignored(algorithm: AlgorithmConfig) -> None:

@@ -59,10 +59,11 @@ class EvaluateConfig(MeasuredSection, frozen=True):
     """The number of held-out prompts, which are never trained on. 0 switches evaluation off. By default all prompts of
     a held-out file, if there is one."""
     during: NonNegative = 0
-    """The number of prompts of each evaluation during the run, and of each of its sets. 0 takes all."""
+    """The number of prompts of each set, also of the main one, in an evaluation during the run. 0 takes all."""
     deadline: PositiveFloat = 600.0
-    """Seconds that an evaluation during the run may take. It holds its engines at one version meanwhile: at least one,
-    and a quarter of all. After that the evaluation is given up, which is printed and recorded."""
+    """Seconds that an evaluation during the run may take; then it is given up, which is printed and recorded. Meanwhile
+    the engines that answer it take no new version: a quarter of all engines, rounded up. With `[buffer] depth = 0` all
+    engines answer, and there is no limit."""
     sets: dict[str, EvaluationSetConfig] = {}
     """Further sets of held-out prompts, by name, each in a section `[evaluate.sets.NAME]`."""
 

@@ -22,7 +22,7 @@ class Rows(NamedTuple):
     entry: Entry
     first: int
     last: int
-    """The row after the last one. A tensor without dimensions has one row."""
+    """The row after the last one (exclusive). A tensor without dimensions has one row."""
     start: int
     stop: int
 
@@ -53,7 +53,7 @@ class Bucket(NamedTuple):
 
 
 def cut(entries: Iterable[Entry], nbytes: int = BUCKET_BYTES) -> list[Bucket]:
-    """Cut packed tensors into buckets of about `nbytes` in the order of their bytes; a longer row is one bucket."""
+    """Cut packed tensors into buckets of about `nbytes`, in byte order. A longer row gets a bucket of its own."""
     buckets: list[Bucket] = []
     for entry in sorted(entries, key=lambda entry: entry.offset):
         for rows in _rows(entry, nbytes):

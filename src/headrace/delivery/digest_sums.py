@@ -1,4 +1,4 @@
-"""The sums that make up a digest: the factors of words and sums, and the work that computes the sums in host memory.
+"""How the sums of a digest are computed: the factors of words and of sums, and the work of summing in host memory.
 
 Factors are pure functions of positions, names and dtypes. The sums of whole tensors are computed in pieces that threads
 can share. Exactly one piece computes each sum, so together the pieces read every word. A layout of pieces is made once
@@ -27,7 +27,8 @@ BLOCK = 1 << 13
 """The number of words in a block. The table of factors fits into a first-level cache, and the sums take little memory
 compared with the weights."""
 HEAD = 1 << 11
-"""The number of words at a tensor's beginning whose upper halves count twice; it covers most norms and biases."""
+"""The number of words at a tensor's beginning that count in `r` and, with their upper halves, also in `h`. Most norms
+and biases are not longer than this."""
 MASK = (1 << 64) - 1
 
 SPAN = 128 * BLOCK
@@ -35,7 +36,7 @@ SPAN = 128 * BLOCK
 _GATHERED = 32
 """The number of short runs that are multiplied together; this many fit into a second-level cache."""
 _BAND = 16 * BLOCK
-"""The rows of a region are copied into a zeroed band of about this many elements of the whole tensor at a time."""
+"""A region of short rows is copied into whole, zero-filled rows of the tensor: about this many elements at a time."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)

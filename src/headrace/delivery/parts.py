@@ -30,7 +30,7 @@ from headrace.delivery.base import Manifest, Part
 from headrace.delivery.copying import copy_all
 from headrace.delivery.delta import apply
 from headrace.delivery.digest import digest_of_sums
-from headrace.delivery.digest_sums import Sums, region_block_sums
+from headrace.delivery.digest_sums import Sums, count_sums, region_block_sums
 from headrace.delivery.plan import packed_bytes, unpack
 from headrace.delivery.transports.base import Source
 from headrace.errors import DeliveryError
@@ -173,7 +173,7 @@ class _Written(msgspec.Struct, frozen=True, kw_only=True):
     sums: dict[str, bytes] = {}
     """The digest sums of the part, by tensor; see `delivery.digest`."""
     problem: str = ""
-    """Why the part cannot be fetched, if so."""
+    """The reason why the part cannot be fetched; empty if it can."""
 
 
 def join_parts(
@@ -185,11 +185,11 @@ def join_parts(
     base: int = NO_VERSION,
     problem: str = "",
 ) -> None:
-    """Complete the manifest on rank 0, together with all other ranks; on these it gets this rank's own part only.
+    """Complete the manifest, together with all ranks: on rank 0 with all parts, on others with the rank's own part.
 
-    `written` are the tensors of this rank's part, as they were written. `base` is the version that the part changes, if
-    the part is a delta. `problem` says why this rank has no part to offer, if so. Then this raises `DeliveryError` on
-    this rank and on rank 0, after all ranks have met: no rank waits for one that failed.
+    `written` are the tensors of this rank's part, as they were written. `base` is the version that a delta changes.
+    `problem` is the reason why this rank has no part to offer, or empty. With a problem, `DeliveryError` is raised on
+    this rank and on rank 0, but only after all ranks have met, so that no rank waits for the one that failed.
     """
     full = {entry.name: entry.shape for entry in manifest.entries}
     regions = part_regions(part) if part is not None else {}
@@ -204,7 +204,7 @@ def join_parts(
 
 
 def join_resent(manifest: Manifest, part: Part | None, group: dist.ProcessGroup, problem: str = "") -> Manifest:
-    """Return the manifest of the same version whose parts are all whole, as `join_parts` completes it."""
+    """Return a manifest of the same version in which every part is sent in full, not as a delta; see `join_parts`."""
     whole_again = msgspec.structs.replace(manifest)
     mine = _Written(version=manifest.version, part=part, problem=problem)
     _set_parts(whole_again, _gather(mine, group) or [mine])
@@ -278,7 +278,8 @@ def _digest(manifest: Manifest, told: list[_Written]) -> int:
     found: dict[tuple[str, str], Sums] = {}
     for entry in manifest.entries:
         parts = [np.frombuffer(one.sums[entry.name], np.int32) for one in told if entry.name in one.sums]
-        found[entry.name, entry.dtype] = np.sum(parts, axis=0, dtype=np.int32)
+        # A tensor without elements is in no part.
+        found[entry.name, entry.dtype] = sum(parts, np.zeros(count_sums(entry.nbytes), np.int32))
     return digest_of_sums(found)
 
 

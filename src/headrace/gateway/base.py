@@ -4,7 +4,7 @@
                       │                              │                          │
                       └──── session ◀── conversation (tokens, ...)              └──▶ episode: one session, one rollout
 
-What is left of `serving` runs in a process of its own, what is right of it in the controller. A client's error is an
+Everything up to `serving` runs in a process of its own, everything after it in the controller. A client's error is an
 `ApiError`, which the client receives as OpenAI's JSON. Nothing that a client sends can end a run.
 """
 
@@ -23,7 +23,7 @@ from headrace.types import Int32Array
 Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
 GATEWAY_DIED = "the gateway died"
-"""How the reason of a session begins that was lost with the gateway's process."""
+"""The first words of the reason of a session that was lost because the gateway's process died."""
 EpisodeMaker = Callable[[EpisodePlan, Stage], AnyEpisode]
 """A function that makes an episode whose turns an agent takes. The scoring stage gets the episode's tokens."""
 
@@ -76,7 +76,7 @@ class Chat(ChatFormat, Protocol):
 
 
 class TokenSource(Protocol):
-    """Answers requests: the engines, or the way to them."""
+    """A source of sampled tokens: the engines, or a connection to them."""
 
     name: str
 

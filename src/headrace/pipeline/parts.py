@@ -1,4 +1,4 @@
-"""The parts of a run that the controller is given, real, simulated or in a test, each behind its protocol."""
+"""The parts of a run that the controller is given. Each is behind a protocol: real, simulated, or made by a test."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -66,7 +66,7 @@ class Parts:
         config, before = self.config, self.before
         buffer, every = config.buffer, config.delivery.publish_every
         self.first_step = before.resume_step
-        """The optimizer steps behind the first version: those of the checkpoint, and those that are trained again."""
+        """The number of steps before the first new batch, in the checkpoint or repeated from the journal."""
         self.versions_done = before.resume_step // every
         """The number of versions that previous processes have made."""
         self.window = other_window or Window(

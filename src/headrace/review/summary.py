@@ -6,6 +6,7 @@ shows, and `report.html.jinja` lays it out. The page fetches nothing and runs no
 evaluation, a timeline, its own end), the page says that it is missing and shows the rest.
 """
 
+import math
 import os
 from collections.abc import Sequence
 from datetime import datetime
@@ -289,7 +290,7 @@ def _reward(steps: Sequence[StepRecord], axis: str) -> Drawing | None:
 
 
 def _in_words(evaluation: dict[str, Any]) -> str:
-    """Return the accuracy of an evaluation, that of each task and of each set, and what else was asked for."""
+    """Return the accuracy of an evaluation, its other figures (such as pass@k), and the accuracy by task and by set."""
     words = [number(evaluation["pass_1"]), *passes_in_words(evaluation.get("passes", {}))]
     words += [f"{task} {number(found['pass_1'])}" for task, found in evaluation.get("tasks", {}).items()]
     for name, found in evaluation.get("sets", {}).items():
@@ -349,8 +350,8 @@ CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Idle share", ("trainer_idle", "engine_idle")),
     ("Tokens per second", ("tokens_per_second", "generated_per_second")),
 )
-"""The charts of the report's curves: a title and the keys that it draws. A key with a slash stands for all that begin
-with it. If the run has several tasks, the keys of each task, which begin with its name, are drawn too."""
+"""The charts of the report's curves: a title, and the keys of the lines. `score/` draws every key that begins with
+`score/`. If the run has several tasks, each key is also drawn with the name of each task before it."""
 SIGNED = ("score/", "extra/", "kl_k1", "ratio", "reference_kl", "reward_kl", "teacher_kl", "loss/", "value")
 """The curves that may be negative, or whose change matters more than their distance from zero."""
 MOST_LINES = 8
@@ -382,7 +383,7 @@ def _curves(
 
 
 def _label(key: str, wanted: Sequence[str]) -> str:
-    """Return the name of a curve in its chart, without what the title says."""
+    """Return the name of a curve in its chart, without the part that the chart's title already gives."""
     for want in wanted:
         if want.endswith("/"):
             key = key.replace(want, "", 1)
@@ -487,27 +488,29 @@ def _window(training: tuple[float, float] | None, steps: Sequence[StepRecord]) -
 
 
 def _of_deliveries(deliveries: Sequence[DeliveryRecord], title: str, column: str, unit: str) -> Titled:
-    """Draw one number of all deliveries over versions, with a line for each engine."""
-    engines = sorted({row.engine for row in deliveries})[:7]
-    series = []
-    for engine, tone in zip(engines, "dfacbeg", strict=False):
-        points = charts.finite([(row.version, getattr(row, column)) for row in deliveries if row.engine == engine])
-        if points:
-            series.append(Series(label=f"{engine}, version", points=sorted(points), tone=tone))
-    if not series:
-        return title, None
-    most = max(y for line in series for _, y in line.points)
+    """Draw one number of all deliveries over versions, with a line for each engine: at most seven engines are drawn."""
+    numbers = [(row, number) for row in deliveries if (number := getattr(row, column)) is not None]
+    known = [(row, number) for row, number in numbers if math.isfinite(number)]
+    strange = f", not finite in {len(numbers) - len(known):,}" if len(known) < len(numbers) else ""
+    if not known:
+        return f"{title}{strange.replace(',', ' ·', 1)}", None
+    most = max(number for _, number in known)
     if most == 0.0 and unit == "nats":
-        return f"{title} · 0 in all {len(deliveries):,} deliveries", None
-    if unit == "s" and most < 1:
-        unit, most = "ms", 1e3 * most
-        series = [msgspec.structs.replace(line, points=[(x, 1e3 * y) for x, y in line.points]) for line in series]
+        share = f"{len(known):,} of {len(numbers):,}" if strange else f"all {len(known):,}"
+        return f"{title} · 0 in {share} deliveries{strange}", None
+    unit, scale = ("ms", 1e3) if unit == "s" and most < 1 else (unit, 1.0)
+    engines = sorted({row.engine for row, _ in known}, key=lambda name: (len(name), name))
+    series = []
+    for engine, tone in zip(engines, tones := "dfacbeg", strict=False):
+        points = sorted((float(row.version), scale * number) for row, number in known if row.engine == engine)
+        series.append(Series(label=f"{engine}, version", points=points, tone=tone))
     chart = charts.line_chart(
         series, name=title, x_label="version", y_label=unit, width=400, height=210, from_zero=True
     )
     keys = [(line.tone, line.label.split(",")[0]) for line in series] if len(series) > 1 else []
-    largest = f"{most:.1f}" if unit == "ms" else charts.tick_label(most)
-    return f"{title} · at most {largest} {unit}", Drawing(chart, keys)
+    largest = f"{scale * most:.1f}" if unit == "ms" else charts.tick_label(most)
+    hidden = f", {len(tones)} of {len(engines)} engines drawn" if len(engines) > len(tones) else ""
+    return f"{title} · at most {largest} {unit}{strange}{hidden}", Drawing(chart, keys)
 
 
 def _samples(samples: Sequence[SampleRecord]) -> list[dict[str, list[SampleRecord]]]:

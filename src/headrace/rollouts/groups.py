@@ -47,9 +47,9 @@ async def run_group(
 
     When `straggler_seconds` have passed and `min_group` episodes have ended without failing, the others are cancelled.
 
-    `cancel_group` ends the group early, with the tokens so far. Cancelling the task that runs this coroutine also
-    aborts the requests, but then, as for any task, there is no result; `Episode.traces` still holds the tokens. A task
-    that is cancelled before its first step never runs at all: call `discard` to close each of its episodes.
+    `cancel_group` ends the group early and returns the tokens so far. Cancelling the task of this coroutine aborts the
+    requests too, but returns nothing: `Episode.traces` still holds the tokens. If that task is cancelled before its
+    first step, this code never runs: call `discard` to close each of its episodes.
     """
     async with asyncio.TaskGroup() as tasks:
         running = [

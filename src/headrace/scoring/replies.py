@@ -40,7 +40,7 @@ class Replies(Protocol):
         """Prepare the source. Raises `ConfigError` if it cannot be used."""
 
     async def sample(self, messages: Messages, count: int, seed: int) -> list[str]:
-        """Return so many replies to these messages. Raises `ScoreError`."""
+        """Return `count` replies to these messages. Raises `ScoreError`."""
 
     async def close(self) -> None:
         """Release what the source holds. Idempotent."""
@@ -134,7 +134,7 @@ class UrlReplies:
         await self._server.close()
 
     async def sample(self, messages: Messages, count: int, seed: int) -> list[str]:
-        """See `Replies.sample`. A server that gives fewer replies than it was asked for is asked for each other one."""
+        """See `Replies.sample`. If the server returns too few replies, each missing one is asked for by itself."""
         replies = (await self._ask(messages, count, seed))[:count]
         others = [self._ask(messages, 1, seed + number) for number in range(len(replies), count)]
         for found in await asyncio.gather(*others, return_exceptions=True):

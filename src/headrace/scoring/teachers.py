@@ -38,7 +38,7 @@ class Teacher(Protocol):
     """A model that scores sequences."""
 
     label: str
-    """What tells this model from others. It is recorded with every score."""
+    """A name that identifies the model. It is recorded with every score."""
 
     @property
     def process(self) -> ScorerProcess | None:
@@ -215,7 +215,7 @@ class Teachers:
     """The teachers of a run. A prompt names its teacher in a field, if there are several."""
 
     def __init__(self, teachers: Mapping[str, Teacher], sections: Mapping[str, TeacherConfig], *, field: str) -> None:
-        """`sections` have the limits of questions, by the names of the teachers."""
+        """`sections` maps each teacher's name to the section with the limits of its questions."""
         self.questions = OpenQuestions()
         """See `Teaching.questions`. Each trace of a rollout is a question of its own."""
         self._teachers = dict(teachers)

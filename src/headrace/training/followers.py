@@ -72,14 +72,14 @@ class Average:
 
 
 class Earlier:
-    """The policy's weights of `ago` versions before, or its first ones while there are not so many versions."""
+    """The policy's weights of `ago` versions before. Until there are so many versions, the weights it began with."""
 
     def __init__(self, policy: Tensors, ago: int, steps_per_version: int) -> None:
         """A version has `steps_per_version` steps."""
         self._ago = ago
         self._steps = steps_per_version
         self._versions = [_copied(policy)]
-        """The weights of the latest versions, oldest first. The newest is the version of the last step."""
+        """The weights of the latest versions, oldest first. The last entry is the newest complete version."""
 
     def weights(self) -> dict[str, torch.Tensor]:
         """See `Follower.weights`."""
@@ -94,7 +94,7 @@ class Earlier:
         """See `Follower.follow`."""
         if step % self._steps:
             return
-        # The memory of a version that is too old now holds the newest one.
+        # The oldest version is no longer needed, so its memory is used again for the newest one.
         if len(self._versions) > self._ago:
             spare = self._versions.pop(0)
             for name, tensor in spare.items():
@@ -129,7 +129,7 @@ def make_follower(section: TeacherConfig, policy: Tensors, steps_per_version: in
 
 @contextmanager
 def exchanged(live: Tensors, held: Tensors) -> Iterator[None]:
-    """Give the live tensors the values of the held ones inside this context. They get their own back to the bit."""
+    """Inside this context, give the live tensors the held values. Afterwards both have their own values again."""
     _exchange(live, held)
     try:
         yield

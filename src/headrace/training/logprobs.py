@@ -1,10 +1,10 @@
-"""Log-probabilities of trained tokens. No other log-probabilities are computed.
+"""Log-probabilities of trained tokens, and of further tokens at the same positions if they are asked for.
 
 The logits come from the model's own head code, because some models cap or scale them, and are in float32 at least. At
-most `CHUNK_ELEMENTS` of them exist at a time, forward or backward, so memory does not grow with tokens x vocabulary. On
-a GPU, a head that is only a matrix is computed by `read_head`, unless kept sets are used or anything beside the sampled
-tokens is read: one operation computes the projection and reads the log-probabilities, and its backward pass computes
-the logits again and turns them into gradients by the formula of the softmax.
+most `CHUNK_ELEMENTS` (times `DEVICE_CHUNKS` in `read_head`) exist at a time, so memory does not grow with tokens x
+vocabulary. On a GPU, a head that is only a matrix is computed by `read_head`, unless kept sets are used or anything
+beside the sampled tokens is read: one operation computes the projection and reads the log-probabilities, and its
+backward pass computes the logits again and turns them into gradients by the formula of the softmax.
 
 A target with a kept set is read from the distribution over that set alone; any other target is read from the whole
 vocabulary. The softmax is computed in float32 at least. The host plans what to read, so nothing waits for a device.
@@ -108,7 +108,7 @@ def read(
     entropy: EntropyOf,
     top: torch.Tensor | Likeliest | None = None,
 ) -> Readings:
-    """Return the log-probabilities, and the entropies if they are wanted. `temperature` may be one per row, [n, 1].
+    """Return the log-probabilities, and the entropies if wanted. `temperature` is one number, or one per row, [n, 1].
 
     `top` asks for the log-probabilities of further tokens and of their tail, over the whole vocabulary: k given tokens
     per row, [n, k], or the likeliest ones.
@@ -134,7 +134,7 @@ def read(
 
 
 def _top(logits: torch.Tensor, top: torch.Tensor | Likeliest) -> Readings:
-    """Return the log-probabilities of k tokens of each row, [n, k], of their tail, [n], and the tokens if asked for.
+    """Return k tokens' log-probabilities for each row, [n, k], the tail's, [n], and the ids if `top` is `Likeliest`.
 
     The tail is summed from the other tokens' logits. One minus the sum of k probabilities would lose its digits.
     """
@@ -177,7 +177,7 @@ CHUNK_ELEMENTS = 1 << 26
 """The number of logits that exist at once (256 MiB in float32). A row with more is computed in chunks, and its backward
 pass computes them again."""
 DEVICE_CHUNKS = 4
-"""A GPU holds this many times as many logits at once, because small chunks would leave it idle."""
+"""Where a head is only a matrix, a GPU holds this many times `CHUNK_ELEMENTS` logits. Small chunks leave it idle."""
 
 
 def read_row(
@@ -194,9 +194,9 @@ def read_row(
 ) -> Readings:
     """Return the log-probabilities of a row's targets, and the entropy and the hidden states if they are wanted.
 
-    `temperature` is one for all targets, or one for each. `kept` has a set for each target, which may be empty. `top`
-    asks for further tokens at each target: k given ones, [M, k], or the likeliest ones. The caller must keep the row's
-    `attention` until the backward pass, because compiled layers need it there too.
+    `temperature` is one number for all targets, or one for each. `kept` has a set for each target, which may be empty.
+    `top` asks for further tokens at each target: k given ones, [M, k], or the likeliest ones. The caller must keep the
+    row's `attention` until the backward pass, because compiled layers need it there too.
     """
     device = input_device(model)
     # Answers to one prompt share the position that predicts their first token, so its logits are computed once.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
@@ -15,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from headrace.delivery.base import Canary, Entry, Manifest, Part
 from headrace.delivery.digest import digest, digest_of_sums
 from headrace.delivery.digest_sums import region_block_sums
-from headrace.delivery.parts import Region, check_complete, chunk, fetch_parts, placed_region, whole
+from headrace.delivery.parts import Region, check_complete, chunk, fetch_parts, join_parts, placed_region, whole
 from headrace.delivery.plan import make_plan
 from headrace.errors import DeliveryError
 
@@ -128,3 +129,27 @@ def test_shards_of_slices(rows: int, data_ranks: int, tensor_ranks: int) -> None
             assert by_input.start[1] == min(place_ * -(-6 // tensor_ranks), 6)
             same = placed_region(tensor.shape, (Shard(0), Replicate()), sizes, (data, place_))
             assert same == chunk(whole(tensor.shape), 0, data_ranks, data)
+
+
+def test_a_tensor_without_elements_is_in_no_part_but_in_the_digest() -> None:
+    plan = make_plan([("w", "float32", (4, 2)), ("none", "float32", (0, 2))])
+    weights = {"w": torch.arange(8.0).reshape(4, 2), "none": torch.zeros(0, 2)}
+    entries = [entry for entry in plan.entries if entry.nbytes]
+    manifest = Manifest(
+        version=1,
+        parent=0,
+        step=1,
+        transport="shm",
+        location="",
+        entries=list(plan.entries),
+        plan_digest=plan.digest,
+        digest=0,
+        canary=Canary(token_ids=np.zeros(1, np.int32), logprobs=np.zeros(0, np.float32)),
+    )
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        part = Part(location="a", entries=entries, starts=[(0, 0)])
+        join_parts(manifest, part, {"w": weights["w"]}, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+    assert manifest.digest == digest(weights.items())

@@ -1,4 +1,5 @@
 import json
+import math
 import re
 from contextlib import closing
 from html.parser import HTMLParser
@@ -199,3 +200,13 @@ def test_short_times_have_one_unit_and_zeros_are_a_sentence(journal: JournalMake
     assert canary == ("Canary error · 0 in all 3 deliveries", None)
     assert stage[0] == "Time to stage · at most 12.5 ms"
     assert ">ms</text>" in stage[1].svg and ": 12.5</title>" in stage[1].svg
+
+
+def test_the_titles_of_deliveries_leave_no_engine_and_no_failure_out(journal: JournalMaker):
+    for number in range(12):
+        swap, error = 0.5 if number == 9 else 0.1, math.inf if number == 8 else 0.0
+        journal.add("deliveries", version=1, engine=f"engine-{number}", swap_seconds=swap, canary_error=error)
+    [canary, _, swaps] = values(journal.run_dir)["deliveries"]
+    assert canary == ("Canary error · 0 in 11 of 12 deliveries, not finite in 1", None)
+    assert swaps[0] == "Time to swap · at most 500.0 ms, 7 of 12 engines drawn"
+    assert [label for _, label in swaps[1].keys] == [f"engine-{number}" for number in range(7)]

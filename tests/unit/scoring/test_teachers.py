@@ -354,6 +354,10 @@ SERVER = ["scorers.big.url=http://x/v1", "scorers.big.served_model=n", "scorers.
         ([*TEACHER, "scorers.big.model=m", "scorers.big.tokenizer=t"], r"\[scorers.big\] tokenizer: it is given with"),
         ([*TEACHER, *SERVER, "scorers.big.url=x"], r"\[scorers.big\] url: 'x' is not a URL"),
         ([*TEACHER, *SERVER, "rollouts.temperature=0.9"], r"\[scorers.big\] url: a server scores at temperature 1"),
+        (
+            [*TEACHER, *SERVER, "evaluate.temperature=0.6", "task.reward=[]"],
+            r"\[evaluate\] temperature: 0.6 is neither",
+        ),
         ([*TEACHER, "scorers.big.model=m", "rollouts.top_p=0.9"], r"\[scorers.big\]: a teacher outside of the trainer"),
         ([*TEACHER, "scorers.big.model=m", "algorithm.teacher=t"], r"\[algorithm\] teacher: \[scorers.big\] is a"),
         ([*TEACHER, "scorers.big.model=m", "algorithm.teacher_field=f"], r"\[algorithm\] teacher_field: there are"),
@@ -373,3 +377,8 @@ SERVER = ["scorers.big.url=http://x/v1", "scorers.big.served_model=n", "scorers.
 def test_mistakes_are_one_line(settings: list[str], line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         make_config(MINIMAL, settings)
+
+
+def test_a_server_that_is_not_alone_need_not_score_held_out_answers() -> None:
+    make_config(MINIMAL, [*TEACHER, *SERVER, "evaluate.temperature=0.6"])
+    make_config(MINIMAL, [*TEACHER, *SERVER, "evaluate.temperature=1", "task.reward=[]"])

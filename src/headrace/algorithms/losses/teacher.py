@@ -1,7 +1,7 @@
-"""The divergence of a policy from its teacher, compared at the teacher's likeliest tokens and at their tail.
+"""The divergence between policy and teacher over k + 1 outcomes: the teacher's k likeliest tokens, and all others.
 
-The tail counts as one more token, which has the probability of all other tokens together. So the compared numbers are
-two whole distributions, and their divergence is never negative. It is zero if they are equal, and never larger than the
+All other tokens together, the tail, count as one token. So the compared numbers are two whole distributions, and their
+divergence is never negative. The divergence is zero if the distributions are equal, and never larger than the
 divergence over the whole vocabulary.
 """
 

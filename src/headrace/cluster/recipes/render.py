@@ -11,9 +11,9 @@ from headrace.cluster.recipes.job import Job
 from headrace.errors import UserError
 
 IMAGE = "headrace:latest"
-"""The image that `deploy/Dockerfile` makes, where no other one is named."""
+"""The image that is used if none is given: the one that `deploy/Dockerfile` makes."""
 OBJECT_STORE_BYTES = 100 << 20
-"""Ray's object store. Nothing of a run is in it, and Ray would take a third of the memory for it."""
+"""The size of Ray's object store. A run stores nothing there; by default Ray would reserve a third of the memory."""
 
 
 def sbatch(job: Job) -> str:

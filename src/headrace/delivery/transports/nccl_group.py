@@ -1,10 +1,10 @@
 """An engine's end of the `nccl` transport, and what both ends share: messages in a key-value store, and a communicator.
 
-Every request names the write that it is about, and the pieces of a broadcast are a pure function of the plan, so nobody
-receives bytes of two writes or in another order. Every step has a deadline. The communicator does not touch the
-default process group. Calls that may block inside a library, also those to a store whose host is cut off, run in a
-separate thread, which is abandoned when it makes no progress. After that, the communicator, the connection and the
-memory passed to it must not be used again.
+A write is one version in one place (a buffer of the sender). Every request names its write, and the pieces of a
+broadcast follow from the plan alone, so no engine mixes two writes or receives pieces in a wrong order. Every step has
+a deadline. The default process group is not touched. A call that may block inside a library runs in a thread of its own
+(also a call to the store, whose host may be cut off). A thread without progress is abandoned; the communicator, the
+connection and the memory that it was given must then not be used again.
 
 An engine asks for a version, joins the group that the sender forms, and receives. The received bytes count only if the
 place still holds the same write afterwards. After any failure, the group, the connection to the sender and the memory
@@ -103,7 +103,7 @@ class NcclLocation(msgspec.Struct, frozen=True):
 
 
 def parse_location(text: str) -> NcclLocation:
-    """Parse the location in a manifest. Whether it may be beyond this host was decided where the sender listens."""
+    """Parse the location in a manifest. The host is not checked here: the sender checked the address it listens on."""
     match = _LOCATION.fullmatch(text)
     if match is None:
         raise DeliveryError(f"{text!r} is not a location of the nccl transport")
@@ -170,7 +170,7 @@ def bounded(work: Callable[[], T], progress: ProgressWatch) -> T:
             progress.check(_GRACE_SECONDS)
         return outcome.result()
     finally:
-        # An error refers to the frames that it passed, and the future to the error. In a circle they would keep the
+        # An error refers to this frame, the frame to the future, and the future to the error. This cycle would keep the
         # connection that `work` used open.
         del outcome
 
@@ -434,7 +434,8 @@ class NcclSource:
             if held.nbytes != nbytes:
                 raise DeliveryError(f"version {version} at {place} has {held.nbytes} bytes, not {nbytes}")
             number = line.add(key("asks"), 1)
-            answers.made()  # A request that was given up must not take the place of the next one.
+            # Raises if this call has been given up: a request sent now would replace this engine's next one.
+            answers.made()
             request = BroadcastRequest(self._name, place.place, version, held.sequence, group)
             line.set(key("ask", number), msgspec.json.encode(request).decode())
             # Twice the patience, because the sender may be busy with a broadcast that fails.

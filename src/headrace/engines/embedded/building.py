@@ -104,7 +104,7 @@ def build(link: WorkerLink, config: Config, version: int = NO_VERSION) -> Engine
         base_digest=base_digest,
         spans=link.spans,
         keys=link.run_dir / KEYS,
-        # Packed layers would be a second copy of the base.
+        # With a shared base, `base_digest` is a function. Packed layers would be a second copy of the base.
         make_runner=partial(make_host_runner, pack=False) if callable(base_digest) else make_runner,
     )
     turns = EngineTurns(link.run_dir / TURNS) if shared and config.pipeline.one_gpu == "turns" else None

@@ -1,4 +1,4 @@
-"""The host's runner: it computes a plan at once with plain torch. CPUs use it, and it is the GPU runner's reference.
+"""The runner of the host: plain torch, and each call waits for its plan. CPUs use it, and GPU tests compare with it.
 
 In the packed row of a pass, chunks of a single token come first (decodes, from short to long), and then the longer
 chunks. Decodes attend in bands of similar length; each band is padded to its longest sequence. A longer chunk attends
@@ -139,7 +139,7 @@ class HostRunner(Runner):
 def likeliest_of(
     model: Any, token_ids: Int32Array, temperatures: Float32Array, k: int, vocabulary: int, device: torch.device
 ) -> torch.Tensor:
-    """Return what `read_likeliest` reads of tokens 1..n given their prefix."""
+    """Return the result of `read_likeliest` for every token but the first, [n - 1, 2 + 2 k]."""
     ids = torch.from_numpy(np.array(token_ids, np.int64)).to(device)
     if len(ids) < 2:
         return torch.zeros(0, 2 + 2 * k, device=device)
@@ -148,7 +148,7 @@ def likeliest_of(
 
 
 def sequence_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return the logits from which tokens 1..n of a sequence would be drawn, [n - 1, V]."""
+    """Return the logits from which every token but the first of n tokens would be drawn, [n - 1, V]."""
     positions = torch.arange(len(ids) - 1, device=ids.device)
     with attending(_DenseContext()):
         logits: torch.Tensor = model(input_ids=ids[None, :-1], position_ids=positions[None], use_cache=False).logits[0]
@@ -156,7 +156,7 @@ def sequence_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def score_ids(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities of tokens 1..n given their prefix ([n - 1]). `ids` must be on the model's device."""
+    """Return the log-probabilities of every token but the first of n, [n - 1]. `ids` must be on the model's device."""
     if len(ids) < 2:
         return torch.zeros(0, device=ids.device)
     logits = sequence_logits(model, ids).float()
@@ -449,7 +449,7 @@ def _alike(linears: Sequence[nn.Linear]) -> bool:
 class _Product:
     """Linear layers over one input, stacked into one packed weight.
 
-    The first layer that is called computes all of them. The others take their part if called with that tensor.
+    The first layer that is called computes all of them. The others return their part if called with the same input.
     """
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:

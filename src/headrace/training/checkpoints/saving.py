@@ -253,7 +253,7 @@ class Saver:
         copy_own_part(named_weights(saved), weights)
 
     def _own_moments(self, checkpoint: Path) -> dict[str, torch.Tensor]:
-        """Return the optimizer's tensors in a file, cut to the part that this rank's optimizer steps."""
+        """Return the optimizer's tensors in a file, cut to the part that this rank's optimizer updates."""
         parameters = dict(self._model.named_parameters())
         found: dict[str, torch.Tensor] = load_file(checkpoint / OPTIMIZER_FILE)
         if self._ranks is not None:
@@ -303,5 +303,5 @@ def _snapshot(model: Any) -> Callable[[Path], None]:
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for two names of the same tensor, and for nothing else that has elements."""
+    """Return a key that is equal for two names of one tensor, and different for different tensors with elements."""
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())

@@ -1,4 +1,4 @@
-"""TOPR: good answers are imitated as they are, and bad answers are pushed away only as far as they are still likely.
+"""TOPR: good answers are imitated with weight 1. Bad answers get a smaller weight, the less likely they have become.
 
 The weight of a bad answer is the importance ratio of the whole answer, at most 1. Answers that the policy no longer
 gives are left alone, so unlikely answers are not pushed down without end.
@@ -22,7 +22,7 @@ CAPS_WEIGHTS = True
 
 
 def topr(inputs: TokenInputs) -> TokenLoss:
-    """Return -w A log pi. If A >= 0, w = 1; else w = sg(min(prod r, 1)) over the token's sequence, with r = pi / mu."""
+    """Return -w A log pi. w = 1 if A >= 0, else the sequence's min(prod r, 1) without a gradient, with r = pi / mu."""
     log_ratios = log_ratio(inputs.logprobs.detach(), inputs.behaviour)
     whole = sequence_sums(log_ratios, inputs.sequences)
     negative = inputs.advantages < 0

@@ -1,9 +1,9 @@
 """Decides how many steps a launch has: enough that the device never waits for the host, and no more.
 
-A launch cannot be called back, and new weights wait for its end. So launches are as short as the host can follow. One
-launch is in flight while the host plans the next. Once new weights have arrived, no launch is enqueued behind another.
-If checking the weights takes less than one step, no launch at all is made before the swap: the weights would wait for
-that launch longer than the device is idle without it, which is at most one step.
+An enqueued launch cannot be cancelled, and new weights wait until it ends. So launches are short, but long enough for
+the host to keep up. One launch is in flight while the host plans the next. After new weights have arrived, no launch is
+enqueued behind another. If the last check of weights took less than one step, nothing is launched between arrival and
+swap: the device is then idle for at most one step, and the swap does not wait for a launch.
 """
 
 import math
@@ -23,8 +23,8 @@ SLACK = 1.5
 NOTICE_SECONDS = 2e-3
 """Checked weights should be installed within this time. If they are not, steps continue."""
 LONGEST_TURN = 0.05
-"""The longest turn of the host that counts in full. A longer turn captured a step or had to wait, so it does not
-predict the next one."""
+"""The longest turn (the host's work for one launch) that counts in full. A longer turn included a graph capture or a
+wait, so its length does not predict that of the next turn."""
 _NEW = 0.1
 """The weight of the newest measurement in a running mean."""
 
@@ -81,7 +81,7 @@ class Pace:
         return self._steps_for(self._prompts)
 
     def spare(self, steps: int) -> float:
-        """Return by how many seconds a launch of this many steps outlasts the host's preparation of the next one."""
+        """Return by how many seconds a launch of this many steps is longer than a launch should be; see `_wanted`."""
         if not self._step or self._wanted is None:
             return 0.0
         return max(0.0, steps * self._step - self._wanted)

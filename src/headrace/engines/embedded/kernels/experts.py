@@ -1,9 +1,9 @@
-"""The products of a mixture of experts for a few tokens per expert: sort by expert, gate and up, down, sum.
+"""Triton kernels for a mixture-of-experts layer whose experts get few tokens each: sort, gate and up, down, sum.
 
 A pair is a token and one of its experts. Pairs are sorted by expert on the device, and the pairs of one expert are cut
 into tiles. A product computes one tile of pairs with some rows of the expert's weights, so weights of experts without
 pairs are not read. Shapes and grids depend only on the number of tokens, nothing is read back to the host, and no
-atomics decide an order: a launch may be captured in a CUDA graph, and equal inputs give equal outputs.
+order depends on atomics: a launch may be captured in a CUDA graph, and equal inputs give equal outputs.
 
 The weights are the left operand of every product, and the tokens the right one. The tensor cores of Hopper take at
 least 64 rows of the left operand, but as few as 8 columns of the right one.
@@ -56,7 +56,7 @@ class Blocks(NamedTuple):
 
 
 def choose_blocks(pairs: int, experts: int, itemsize: int) -> Blocks:
-    """Return the sizes for this many pairs over this many experts: most experts should need one tile."""
+    """Return tile sizes for this many pairs over this many experts, chosen so that most experts need one tile."""
     if itemsize > 2:
         # Numbers wider than 16 bits are multiplied outside of the tensor cores, from registers.
         return Blocks(tokens=16, up_rows=64, down_rows=64, depth=32, stages=2)
@@ -120,7 +120,7 @@ def expert_products(
 
 
 def _row_and_column(weight: torch.Tensor, experts: ExpertWeights) -> tuple[int, int]:
-    """Return the strides of an output and of an input of a product."""
+    """Return the strides of a weight: from one output feature to the next, and from one input feature to the next."""
     _, first, second = weight.stride()
     return (second, first) if experts.transposed else (first, second)
 
