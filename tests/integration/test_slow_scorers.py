@@ -40,6 +40,14 @@ class NeverCloses(base.Scorer):
 
     async def close(self):
         await asyncio.Event().wait()
+
+
+class RaisesAtItsEnd(base.Scorer):
+    async def score(self, ended):
+        return [Score(value=1.0)]
+
+    async def close(self):
+        raise KeyError("gone")
 """
 
 
@@ -75,3 +83,12 @@ def test_a_scorer_that_never_closes_is_named_and_the_run_ends_in_order(tmp_path:
     assert done.returncode == 0, done.stderr
     assert "the scorer 'slow' did not close within 1 s; the run ends without it" in done.stdout
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["outcome"] == "finished"
+
+
+def test_a_scorer_that_raises_when_it_is_closed_leaves_the_records_of_the_run_whole(tmp_path: Path) -> None:
+    (tmp_path / "never.py").write_text(NEVER)
+    done = train(tmp_path, scorer=f"{tmp_path / 'never.py'}:RaisesAtItsEnd")
+    assert done.returncode == 0, done.stderr
+    assert "could not be closed: KeyError: 'gone' (never.py, line " in done.stdout
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["outcome"] == "finished"
+    assert not (tmp_path / "run" / "status.json").exists()

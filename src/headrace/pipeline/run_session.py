@@ -47,6 +47,7 @@ from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Outputs
 from headrace.pipeline.waits import Status, Waits, scorer_waits
 from headrace.pipeline.workers import TRAINER, Workers
+from headrace.reference import describe
 from headrace.review.summary import write_report, write_summary
 from headrace.run_dir import RunDir, write_whole
 from headrace.tasks.chat import ChatFormat
@@ -171,6 +172,8 @@ class RunSession:
             await self._task.close()
         except DeadlineError as error:
             self.progress.note(f"{error}; the run ends without it")
+        except Exception as error:  # A user's code may raise anything, but the records of the run are not finished yet.
+            self.progress.note(f"a scorer or the task could not be closed: {describe(error)}")
 
     async def _supervised(self, workers: Workers) -> None:
         fleet, waits = workers.fleet, Waits()
