@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
-from runs import QUICKSTART, headrace, small_settings
+from runs import QUICKSTART, headrace, small_settings, start
 
 from headrace import Run
 
@@ -20,6 +22,7 @@ print(1)
 """
 NEVER = """
 import asyncio
+import pathlib
 
 from headrace.scoring import base
 from headrace.types import Score
@@ -48,15 +51,32 @@ class RaisesAtItsEnd(base.Scorer):
 
     async def close(self):
         raise KeyError("gone")
+
+
+class ClosesSlowly(base.Scorer):
+    def __init__(self, closing):
+        self.closing = pathlib.Path(closing)
+
+    async def score(self, ended):
+        return [Score(value=1.0)]
+
+    async def close(self):
+        base.RELEASE_SECONDS = 30.0
+        self.closing.touch()
+        await asyncio.sleep(3)
 """
+
+
+def arguments(directory: Path, *more: str, **scorer: Any) -> list[str]:
+    settings = [f"scorers.slow.{key}={json.dumps(value)}" for key, value in scorer.items()]
+    settings += [f"pipeline.stall_seconds={STALL_SECONDS}", "run.versions=1", "buffer.depth=0", "evaluate.prompts=0"]
+    given = small_settings(directory, *settings, "observe.display=plain", *more)
+    return ["train", str(QUICKSTART), *(part for each in given for part in ("--set", each))]
 
 
 def train(directory: Path, *more: str, **scorer: Any) -> subprocess.CompletedProcess[str]:
     """Train one version with this scorer."""
-    settings = [f"scorers.slow.{key}={json.dumps(value)}" for key, value in scorer.items()]
-    settings += [f"pipeline.stall_seconds={STALL_SECONDS}", "run.versions=1", "buffer.depth=0", "evaluate.prompts=0"]
-    given = small_settings(directory, *settings, "observe.display=plain", *more)
-    return headrace("train", str(QUICKSTART), *(part for each in given for part in ("--set", each)), timeout=60)
+    return headrace(*arguments(directory, *more, **scorer), timeout=60)
 
 
 def test_a_question_within_its_limits_is_no_stall(tmp_path: Path) -> None:
@@ -92,3 +112,22 @@ def test_a_scorer_that_raises_when_it_is_closed_leaves_the_records_of_the_run_wh
     assert "could not be closed: KeyError: 'gone' (never.py, line " in done.stdout
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["outcome"] == "finished"
     assert not (tmp_path / "run" / "status.json").exists()
+
+
+def test_ctrl_c_does_not_disturb_the_end_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "never.py").write_text(NEVER)
+    closing = tmp_path / "closing"
+    slowly = {"scorer": f"{tmp_path / 'never.py'}:ClosesSlowly", "config.closing": str(closing)}
+    run = start(*arguments(tmp_path, **slowly))
+    try:
+        while not closing.exists() and run.poll() is None:
+            time.sleep(0.05)
+        for _ in range(2):
+            run.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+        stdout, stderr = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == 0, stderr
+    assert "the run is ending already" in stdout
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["outcome"] == "finished"

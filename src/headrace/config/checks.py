@@ -35,7 +35,7 @@ from headrace.config.schema import (
     is_reference,
     names_of,
 )
-from headrace.config.scorers import ScorerConfig
+from headrace.config.scorers import ScorerConfig, TeacherConfig
 from headrace.config.staging import needs_second_copy
 from headrace.errors import ConfigError, UserError, one_line
 
@@ -73,7 +73,7 @@ def check_together(config: Config) -> None:
     for section, task in config.tasks.items():
         if isinstance(task, DatasetTaskConfig):
             with in_section(section):
-                _check_rewards(task, config.scorers)
+                _check_rewards(task, _scorers_of_rollouts(config))
     if isinstance(config.task, AgentTaskConfig) and config.task.agent is not None and config.task.command:
         raise ConfigError("[task] command: give an agent or a command, not both")
     if isinstance(config.task, AgentTaskConfig) and config.rollouts.truncates:
@@ -121,6 +121,12 @@ def _check_sets(config: Config) -> None:
             raise ConfigError(f"[{place}] task: {each.task!r} is not a task of this run (it must be {known})")
         if not isinstance(tasks[each.task], PromptsSection):
             raise ConfigError(f"[{place}]: its prompts are rows, and only tasks of kind dataset or agent judge rows")
+
+
+def _scorers_of_rollouts(config: Config) -> dict[str, ScorerConfig]:
+    """Return the scorers that can give a reward. A teacher inside the trainer sees batches, not rollouts."""
+    inside = {name for name, one in config.scorers.items() if isinstance(one, TeacherConfig) and one.in_trainer}
+    return {name: one for name, one in config.scorers.items() if name not in inside}
 
 
 def _check_rewards(task: DatasetTaskConfig, scorers: Mapping[str, ScorerConfig]) -> None:

@@ -37,13 +37,13 @@ from headrace.config.model_dir import check_model_dir, check_teacher, check_toke
 from headrace.config.reward_model import reward_verdict, token_id, tokens_that_contain
 from headrace.config.schema import RolloutsConfig, is_reference
 from headrace.config.scorers import ModelScorerSection, ProcessRewardConfig
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, HeadraceError, UserError
 from headrace.gateway.agent_main import AgentSetup
 from headrace.gateway.agents import AgentPool
 from headrace.gateway.agents import AgentTask as Agents
 from headrace.observe.prometheus import parse_address
 from headrace.observe.trackers.base import find_tracker
-from headrace.reference import call_factory, find_source, import_function, split_reference
+from headrace.reference import call_factory, describe, find_source, import_function, split_reference
 from headrace.scoring.base import ScoreError, Scorer, Stage
 from headrace.scoring.functions import is_reward_function
 from headrace.scoring.judges import Judge, Template
@@ -83,12 +83,25 @@ class ReadyTask:
             await self.task.start()
         await self.scoring.start()
 
-    async def close(self) -> None:
-        """End the workers of agents and scorers. Idempotent."""
-        try:
-            await self.scoring.close()
-        finally:
-            await self.task.close()
+    async def close(self, note: Callable[[str], None]) -> None:
+        """End the workers of agents and scorers. Idempotent. What goes wrong is noted, and ends nothing else."""
+        for what, close in (("a scorer", self.scoring.close), ("the task", self.task.close)):
+            try:
+                with _foreign(f"{what} could not be closed"):
+                    await close()
+            except HeadraceError as error:
+                note(str(error))
+
+
+@contextmanager
+def _foreign(what: str) -> Iterator[None]:
+    """Run a user's code. Any exception of it becomes a `UserError`."""
+    try:
+        yield
+    except HeadraceError:
+        raise
+    except Exception as error:
+        raise UserError(f"{what}: {describe(error)}") from error
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from headrace.config.model_dir import ModelFacts, model_facts
 from headrace.config.remarks import remarks
 from headrace.delivery.setup import clean
 from headrace.engines.pool import EnginePool
-from headrace.errors import DeadlineError, UserError, first_cause
+from headrace.errors import UserError, first_cause
 from headrace.gateway.agents import AgentTask
 from headrace.gateway.episode import AgentEpisode
 from headrace.gateway.relay import Relay
@@ -47,7 +47,6 @@ from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Outputs
 from headrace.pipeline.waits import Status, Waits, scorer_waits
 from headrace.pipeline.workers import TRAINER, Workers
-from headrace.reference import describe
 from headrace.review.summary import write_report, write_summary
 from headrace.run_dir import RunDir, write_whole
 from headrace.tasks.chat import ChatFormat
@@ -99,6 +98,8 @@ class RunSession:
         self._status_failed = False
         self._interrupt: Callable[[], object] | None = None
         self._interrupted = False
+        self._ending = False
+        """Whether the processes are being ended and the records written."""
         self._listener: Callable[[dict[str, Any]], None] | None = None
         self.outcome = "failed"
         """How the run ended: `finished`, `interrupted` or `failed`."""
@@ -137,43 +138,43 @@ class RunSession:
         self.progress.start()
         for remark in remarks(self.config, self._facts):
             self.progress.note(remark)
-        workers: Workers | None = None
-        try:
-            workers = Workers(self.config, self.run_dir, self._hosts, self._ranks)
-            if workers.mps.missing:
-                said = f'[pipeline] one_gpu = "mps": {workers.mps.missing}'
-                self.progress.note(f"{said}; trainer and engines take turns instead")
-            with self._interruptible():
-                await self._supervised(workers)
-        except BaseExceptionGroup as failures:
-            raise first_cause(failures) from None
-        finally:
-            if workers is not None:
-                if self._gateway is not None:
-                    self._gateway.close()
-                # Before the run has begun, no process has anything to finish: Ctrl-C then ends them at once.
-                await asyncio.gather(workers.fleet.stop(STOP_SECONDS if self.started else 0.0), self._close_task())
-                await asyncio.to_thread(workers.mps.stop)
-            clean(self.config.delivery, self.run_dir.path)
-            self.run_dir.status.unlink(missing_ok=True)
+        with self._interruptible():
+            workers: Workers | None = None
             try:
-                if self._controller is not None:
-                    recorder = self._controller.recorder
-                    recorder.abandon("interrupted" if self.outcome == "interrupted" else "run failed")
-                    recorder.close(self.outcome)
-                    if self.run_dir.journal.is_file():
-                        self.summary = write_summary(self.run_dir.path)
-                        write_report(self.run_dir.path)
+                workers = Workers(self.config, self.run_dir, self._hosts, self._ranks)
+                if workers.mps.missing:
+                    said = f'[pipeline] one_gpu = "mps": {workers.mps.missing}'
+                    self.progress.note(f"{said}; trainer and engines take turns instead")
+                await self._supervised(workers)
+            except BaseExceptionGroup as failures:
+                raise first_cause(failures) from None
             finally:
-                self.progress.stop()
+                self._ending = True
+                await self._clean_up(workers)
 
-    async def _close_task(self) -> None:
+    async def _clean_up(self, workers: Workers | None) -> None:
+        """End all processes, and write how the run ended. Ctrl-C does not disturb this."""
+        if workers is not None:
+            if self._gateway is not None:
+                self._gateway.close()
+            # Before the run has begun, no process has anything to finish: Ctrl-C then ends them at once.
+            await asyncio.gather(
+                workers.fleet.stop(STOP_SECONDS if self.started else 0.0),
+                self._task.close(lambda line: self.progress.note(f"{line}; the run ends without it")),
+            )
+            await asyncio.to_thread(workers.mps.stop)
+        clean(self.config.delivery, self.run_dir.path)
+        self.run_dir.status.unlink(missing_ok=True)
         try:
-            await self._task.close()
-        except DeadlineError as error:
-            self.progress.note(f"{error}; the run ends without it")
-        except Exception as error:  # A user's code may raise anything, but the records of the run are not finished yet.
-            self.progress.note(f"a scorer or the task could not be closed: {describe(error)}")
+            if self._controller is not None:
+                recorder = self._controller.recorder
+                recorder.abandon("interrupted" if self.outcome == "interrupted" else "run failed")
+                recorder.close(self.outcome)
+                if self.run_dir.journal.is_file():
+                    self.summary = write_summary(self.run_dir.path)
+                    write_report(self.run_dir.path)
+        finally:
+            self.progress.stop()
 
     async def _supervised(self, workers: Workers) -> None:
         fleet, waits = workers.fleet, Waits()
@@ -211,9 +212,16 @@ class RunSession:
                 watcher.cancel()
 
     def _assemble(self, workers: Workers, waits: Waits) -> Controller:
+        journal = self._journal(self.run_dir.journal, keep_rollouts=self.config.observe.keep_rollouts)
+        try:
+            return self._assemble_on(journal, workers, waits)
+        except BaseException:
+            journal.close()
+            raise
+
+    def _assemble_on(self, journal: Journal, workers: Workers, waits: Waits) -> Controller:
         config, run_dir, task = self.config, self.run_dir, self._task.task
         checkpoint, clock = Checkpoint.of(workers.fleet.facts(TRAINER)), RunClock.now()
-        journal = self._journal(run_dir.journal, keep_rollouts=config.observe.keep_rollouts)
         # Older releases recorded no temperatures. Their tokens have that of the configuration before this resume.
         journal.meta("temperature", load_config(run_dir.config).rollouts.temperature, once=True)
         before = journal.recover(
@@ -348,13 +356,15 @@ class RunSession:
     def _interruptible(self) -> Iterator[None]:
         """Handle `interrupt` and, in the program's main thread, Ctrl-C.
 
-        The first one drains the run, the second ends it at once.
+        The first one drains the run, the second ends it at once. While the run is ending, there is nothing to hasten.
         """
         loop = asyncio.get_running_loop()
         main = asyncio.current_task()
 
         def interrupt() -> None:
-            if self._controller is None or self._controller.stopping:
+            if self._ending:
+                self.progress.note("the run is ending already: its processes stop, and its records are written")
+            elif self._controller is None or self._controller.stopping:
                 assert main is not None
                 main.cancel()
             else:

@@ -99,11 +99,13 @@ async def _try(config: Config, facts: ModelFacts, ready: ReadyTask, chat: ChatFo
             with in_section(trial.section):
                 await _judge(config, ready, chat, trial.prompts[0])
     finally:
-        await ready.close()
+        notes: list[str] = []
+        await ready.close(notes.append)
     found = {name: trial.tried for name, trial in trials.items()}
     if not isinstance(task, Mixture):
+        found[""].notes.extend(notes)
         return found[""]
-    notes = [note.replace("[task]", f"[{trial.section}]") for trial in trials.values() for note in trial.tried.notes]
+    notes += [note.replace("[task]", f"[{trial.section}]") for trial in trials.values() for note in trial.tried.notes]
     return Tried(len(task.train), len(task.heldout), notes=notes, tasks=found)
 
 

@@ -323,7 +323,7 @@ class Stage:
                 task.cancel()
         if late:
             await asyncio.wait(late, timeout=CLOSE_SECONDS)
-        errors = [task.exception() for task in closing if task in done]
+        errors = [task.exception() for task in closing if task in done and not task.cancelled()]
         for error in filter(None, errors):
             raise error
         if late:
@@ -331,8 +331,8 @@ class Stage:
             raise DeadlineError(f"{names} did not close within {RELEASE_SECONDS:g} s")
 
     async def _close_after_error(self) -> None:
-        # The error tells why there is no run. A scorer that does not close must not hide it.
-        with suppress(DeadlineError):
+        # The error tells why there is no run. A scorer that was not started may raise anything when it is closed.
+        with suppress(Exception):
             await self.close()
 
     def span(self, span: Span) -> None:

@@ -301,6 +301,29 @@ async def test_a_scorer_that_does_not_close_hides_no_error_of_its_start(monkeypa
             await Stage({"never": NeverCloses()}).start()
 
 
+async def test_what_a_scorer_raises_when_it_is_closed_hides_no_error_of_its_start() -> None:
+    class Unprepared(Says):
+        async def start(self) -> None:
+            raise ValueError("no model")
+
+        async def close(self) -> None:
+            self.client.close()  # type: ignore[attr-defined]
+
+    with pytest.raises(ConfigError, match="no model"):
+        await Stage({"unprepared": Unprepared(lambda _: 1.0)}).start()
+
+
+async def test_a_scorer_may_cancel_a_task_of_its_own_when_it_is_closed() -> None:
+    class Cancels(Says):
+        async def close(self) -> None:
+            task = asyncio.create_task(asyncio.sleep(60))
+            await asyncio.sleep(0)
+            task.cancel()
+            await task
+
+    await Stage({"cancels": Cancels(lambda _: 1.0)}).close()
+
+
 async def test_every_scorer_is_asked_about_a_rollout_that_is_cancelled_at_once() -> None:
     """A scorer that has seen tokens of a rollout keeps them until it is asked, even if that call is cancelled."""
     asked = []

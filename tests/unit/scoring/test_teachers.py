@@ -367,6 +367,7 @@ SERVER = ["scorers.big.url=http://x/v1", "scorers.big.served_model=n", "scorers.
         ([*TEACHER, "scorers.big.policy=ema", "training.ranks=2"], r"\[scorers.big\] policy: not with several"),
         ([*TEACHER, "scorers.big.policy=ema", "scorers.big.dtype=bfloat16"], r"\[scorers.big\] dtype: a teacher that"),
         ([*TEACHER, "scorers.big.policy=ema", "scorers.big.in_trainer=true"], r"\[scorers.big\] in_trainer: the"),
+        ([*HELD, "task.reward=[]"], r"\[task\] reward is required, or a scorer in its place"),
         ([*HELD, "scorers.big.gpus=[0]"], r"\[scorers.big\] gpus: with in_trainer = true nothing looks at it"),
         ([*HELD, "algorithm.teacher=t"], r"\[algorithm\] teacher: \[scorers.big\] model is held by the trainer too"),
         ([*HELD, "scorers.more.kind=teacher", "scorers.more.model=m"], r"\[scorers.big\] model: \[scorers.more\] is a"),
