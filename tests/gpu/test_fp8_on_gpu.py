@@ -163,6 +163,7 @@ def test_versions_are_rounded_as_they_arrive_and_proved(trainer: Trainer, stagin
     assert staged.weights is not None
     damaged = next(tensor for tensor in staged.weights.values() if tensor.dtype == FP8)
     damaged.view(torch.uint8)[3, 5] ^= 1
+    torch.cuda.synchronize()  # the engine copies on a stream of its own, which does not wait for this one
     proof = core.swap(staged)
     assert proof.quarantined and proof.reason.startswith("the live weights have digest")
     core.close()
