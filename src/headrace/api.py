@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 PromptLike = str | Sequence[Mapping[str, str]] | Mapping[str, Any]
 """A text, a list of messages, or an object with `prompt` and any other fields that the reward function needs."""
 Prompts = Iterable[PromptLike] | str | Path
-"""A list of prompts, a `datasets.Dataset`, or what `[task] path` may name."""
+"""A list of prompts, a `datasets.Dataset`, a file, or the name of a dataset on the hub, as in `[task] path`."""
 Reward = Callable[..., Any] | str
 """A reward function, or the name of one, `"module:function"`."""
 OnStep = Callable[[dict[str, Any]], Any]

@@ -25,7 +25,8 @@ AdvantageFunction = Callable[[Sequence[FloatArray]], list[FloatArray]]
 """A function from the rewards of each group of a step to the advantages of each group: the form of one of your own."""
 Estimator = Callable[[FloatArray, IntArray], FloatArray]
 """A function from the rewards of all groups, one group after the other, and the sizes of the groups, to the advantages
-in the same order. Built-in estimators have this form, because a list of one array for every token would take long."""
+in the same order. Built-in estimators have this form, because a group may be only one token of its answers (see
+`credit` above), and a list with an array for every token would take long."""
 
 COMPARES = ("grpo", "dr_grpo", "rloo", "maxrl")
 """The estimators that compare the answers of a group with each other, and so need at least two answers. The check of

@@ -47,7 +47,7 @@ from headrace.models.loading import named_weights
 from headrace.types import Int16Array
 
 STEPS_LOOKED_AT = 64
-"""The number of steps whose chosen experts are counted."""
+"""The number of positions in the answers at which chosen experts are counted, spread evenly."""
 
 
 def bench_engine(options: EngineBench, say: Say) -> dict[str, Any]:
@@ -195,6 +195,7 @@ class _Bench:
         drawn = drawn_before_tail(self._lengths, tail_rows, mark.tokens)
         tail = Progress(run.seconds - mark.seconds, run.steps - mark.steps, run.tokens - mark.tokens)
         last = prompt + self._lengths[-1] - 1
+        # Every row of the tail reads this range of context lengths, from its first token of the tail to its last.
         contexts = [(last - tail.tokens // tail_rows + 1, last)] * tail_rows
         recorded = routing_of(run.answers, first=1)
         routing = [record[: length - 1] for record, length in zip(recorded, drawn, strict=bool(recorded))]
@@ -344,9 +345,9 @@ def routing_of(answers: Iterable[Delta], first: int) -> list[Int16Array]:
 def touched_experts(routing: list[Int16Array], rows: int) -> float | None:
     """Return how many experts of a layer are chosen by some row of a step, on average over layers and steps.
 
-    `routing` has the experts of each answer, [tokens, layers, k]. A step is taken to hold the tokens of one index of
-    `rows` answers that follow each other. Of long answers, `STEPS_LOOKED_AT` indices are looked at. Returns None if no
-    experts are recorded.
+    `routing` has the experts of each answer, [tokens, layers, k]. The count assumes that `rows` neighbouring answers
+    decode in step: their tokens at the same position make one step. At most `STEPS_LOOKED_AT` positions are counted.
+    Returns None if no experts are recorded.
     """
     longest = max(map(len, routing), default=0)
     counts = []
@@ -354,7 +355,7 @@ def touched_experts(routing: list[Int16Array], rows: int) -> float | None:
         chosen = [record[index] for record in routing if len(record) > index]
         for first in range(0, len(chosen), max(rows, 1)):
             step = np.stack(chosen[first : first + max(rows, 1)], axis=1)
-            # Where fewer rows are left, the step is not one of this many rows.
+            # The last answers may be fewer than `rows`. They count only if there are no other answers at this position.
             if first == 0 or step.shape[1] == rows:
                 counts += [len(np.unique(layer)) for layer in step]
     return float(np.mean(counts)) if counts else None

@@ -78,7 +78,7 @@ class JournalReader:
     # ---- the ledgers
 
     def counts(self, policy: str | None = None) -> dict[str, dict[str, Any]]:
-        """Return both ledgers, of one policy or of all, in the form of `Ledgers.as_dict`."""
+        """Return the ledgers of groups and of rollouts, of one policy or of all, in the form of `Ledgers.as_dict`."""
         return {table: msgspec.structs.asdict(count_ledger(self._db, table, policy)) for table in TABLES}
 
     def imbalances(self) -> list[str]:
@@ -228,7 +228,7 @@ class JournalReader:
         return self._records(VersionRecord, "versions ORDER BY id")
 
     def republished(self, policy: str | None = None) -> list[int]:
-        """Return the versions whose weights had another id before."""
+        """Return the versions that a restarted trainer published again: their weights had another id before."""
         found = self._db.execute(f"SELECT id, step FROM versions WHERE {ASKED} ORDER BY id", (policy,)).fetchall()
         return republished_among((int(version), int(step)) for version, step in found)
 
@@ -279,7 +279,7 @@ class JournalReader:
             yield rollout
 
     def newest(self, groups: int) -> Iterator[Rollout]:
-        """Yield the trained rollouts of the last groups: of ids that are at most `groups` - 1 below the largest one."""
+        """Yield the trained rollouts of the newest groups: the largest trained id and the `groups` - 1 ids below."""
         last = "SELECT MAX(group_id) FROM rollouts WHERE state = 'trained'"
         return self.rollouts(f"state = 'trained' AND group_id > ({last}) - ?", groups)
 

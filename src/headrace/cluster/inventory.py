@@ -21,7 +21,7 @@ TEXT_BYTES = 96
 
 
 class Device(msgspec.Struct, frozen=True):
-    """A GPU of this host as its driver reports it. An older driver may not tell the UUID, the memory and the name."""
+    """A GPU of this host as its driver reports it. All fields are empty if the driver's library cannot answer."""
 
     uuid: str = ""
     memory: int = 0
@@ -90,8 +90,8 @@ def _ask_driver(library: ctypes.CDLL) -> list[Device]:
 def place_run(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]:
     """Place a run on these hosts, and return its configuration with the numbers of workers.
 
-    `[cluster] hosts` says which of them are used, and in which order. GPUs are divided by the estimate of `headrace
-    check`. Raises `ConfigError` if workers do not fit on their GPUs.
+    `[cluster] hosts` says which of them are used, and in which order. How many GPUs the engines and the trainer get
+    follows from the estimate of `headrace check`. Raises `ConfigError` if workers do not fit on their GPUs.
     """
     hosts = chosen_hosts(config, hosts)
     if not any(host.gpus for host in hosts):

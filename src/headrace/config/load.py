@@ -3,9 +3,9 @@
 A user's mistake becomes one line that names `[section] key`.
 
 `[task]` is short for `[tasks.task]`. `[model]`, `[training]` and the other sections of a policy are short for
-`[policies.policy.model]` and so on. All other modules see only the short form, with the name of the task and the name
-of the policy beside it. Several tasks, `[tasks.NAME]` each, are a `MixtureConfig` there. A run has one policy so far,
-so a second one is refused here, in one line.
+`[policies.policy.model]` and so on. All other modules see only the short form. The names of the task and of the policy
+are fields of `Config`. Several tasks, `[tasks.NAME]` each, become one task, a `MixtureConfig`. A run has one policy so
+far, so a second one is refused here, in one line.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ NAMES = ("task_name", "policy_name")
 POLICY_SECTIONS = ("model", "engine", "buffer", "algorithm", "training", "lora", "warm_start", "delivery")
 """The sections of a policy, for `[policies.NAME]`."""
 NOT_TASKS = ("score", "extra")
-"""Names that no task has if there are several. The curves of a task begin with its name, and others with these."""
+"""Names that a task must not have if there are several: the names of curves begin with the name of a task, or with one
+of these."""
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _SECTION = re.compile(r"\[(\w+)\]")
 _WHERE = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>[^`]*)`)?$", re.DOTALL)

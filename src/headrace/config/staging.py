@@ -14,7 +14,7 @@ _GIB = 2**30
 
 
 class StagingChoice(msgspec.Struct, frozen=True):
-    """Where new weights are staged, and why."""
+    """Where new weights are staged, and why. With "none" they are copied straight into the live weights, in a pause."""
 
     staging: Literal["device", "host", "none"]
     why: str

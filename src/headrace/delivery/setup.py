@@ -18,7 +18,7 @@ from headrace.delivery.transports.storage import SETTING, owner_of, sweep_storag
 from headrace.delivery.transports.tcp_wire import KEYS, is_loopback, make_keys
 
 SHARED_BASE = "shared_base.json"
-"""The file of the run directory that says where the shared base of an adapter lies."""
+"""The file of the run directory that says in which memory the frozen base lies that trainer and engines share."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -106,7 +106,11 @@ def prepare(config: DeliveryConfig, run_dir: Path) -> None:
 
 
 def clean(config: DeliveryConfig, run_dir: Path) -> None:
-    """Remove what dead trainers left behind: segments of this user, and files and keys of this run."""
+    """Remove what dead trainers left behind: segments of this user, and files and keys of this run.
+
+    A local directory is always swept. A store is asked only if the run will use it, because it may be out of reach. The
+    devices are not known yet, but they matter only to `auto`, which never chooses a transport with a directory.
+    """
     sweep()
     first = weights_directory(config, run_dir)
     if not is_url(first) or transport_facts(choose(config).transport).uses_directory:

@@ -4,7 +4,8 @@ Every token is computed once. The keys and values of a rollout are kept until th
 a new step are one short pass, and all rollouts that have grown share that pass without padding. The values are those of
 one pass of the Hugging Face model over the whole rollout, up to rounding.
 
-The model is a token classifier, whose label at a token is the verdict, or a causal language model, whose next token is.
+The verdict on a step is the label of a token classifier at the last token of the step, or the next token of a causal
+language model.
 """
 
 from collections.abc import Sequence
@@ -138,8 +139,8 @@ class _Alike(NamedTuple):
 class _Growing:
     """The attention of one pass: the new tokens of each rollout see that rollout's earlier tokens, and each other.
 
-    Rollouts that were equally long and have grown by equally many tokens are computed together. Answers of one length
-    that were begun together stay so, and then one operation takes the place of one for each rollout.
+    Rollouts that were equally long and have grown by equally many tokens are computed together, in one operation
+    instead of one for each rollout. Answers that begin together and have steps of one length stay equally long.
     """
 
     def __init__(self, rows: Sequence[_Held], counts: Sequence[int]) -> None:

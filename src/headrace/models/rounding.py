@@ -59,8 +59,8 @@ class FourBitLinear(nn.Linear):
         self._slice = [0, 0, self.out_features]
         """The dimension of the weights that is cut, the first index of the slice, and its length; see `keep_slice`."""
         packed, scales = _packed(layer.weight.detach().float())
-        # The buffers are not saved or published: both know the base model by its files. They are kept as integers,
-        # because a cast of the module would round floating-point buffers.
+        # The buffers are not saved or published: a checkpoint and an engine know the base model by its files. They are
+        # kept as integers, because a cast of the module would round floating-point buffers.
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("scales", scales.view(torch.int32), persistent=False)
         self.register_buffer("pairs", _pairs(packed.device).view(torch.int32), persistent=False)
@@ -74,8 +74,8 @@ class FourBitLinear(nn.Linear):
     def keep_slice(self, dim: int, index: int, count: int) -> None:
         """Compute from now on with slice `index` of `count` along a dimension of the weights, [out, in].
 
-        The results of slices of outputs, one after the other, are the result of the layer. So is the sum of the results
-        of slices of inputs. All weights are still held.
+        Slices of outputs (dimension 0) give parts of the layer's result, to be joined one after the other. Slices of
+        inputs (dimension 1) give terms whose sum is the layer's result. All weights are still held.
         """
         length = (self.out_features, self.in_features)[dim] // count
         self._slice = [dim, index * length, length]
@@ -201,7 +201,7 @@ class _Rounding:
     @torch.no_grad()
     def begin(self, module: nn.Module, inputs: Any) -> None:
         # Looked up here, because a sharded module has other parameters in its pass: those that were gathered for it.
-        # They are changed in place, because a slice of a tensor rank is only a wrapper around its memory.
+        # They are changed in place: with tensor parallelism a parameter is a DTensor, which only wraps this memory.
         held = [p for p in module.parameters(recurse=False) if p.is_floating_point()]
         parts = [p.to_local() if isinstance(p, DTensor) else p.detach() for p in held]
         self._own = [(part, part.clone()) for part in parts]

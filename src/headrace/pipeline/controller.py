@@ -338,7 +338,10 @@ class Controller:
         self.waits.moved()
 
     def _order(self, groups: list[Group], batches: int) -> Train:
-        """Make the request for a step. This happens when the step's turn comes: version ids are known only then."""
+        """Make the request for a step. This happens when the step's turn comes: version ids are known only then.
+
+        Tokens that an older release recorded have no temperature of their own (`unrecorded`): that of their run counts.
+        """
         step, version = self.parts.first_step + batches, self.window.version_of(batches - 1)
         again, unrecorded = tuple(self.window.republished), self.parts.before.temperature
         batch = make_batch(self.config, groups, step=step, version=version, republished=again, unrecorded=unrecorded)

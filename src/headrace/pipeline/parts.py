@@ -66,7 +66,8 @@ class Parts:
         config, before = self.config, self.before
         buffer, every = config.buffer, config.delivery.publish_every
         self.first_step = before.resume_step
-        """The number of steps before the first new batch, in the checkpoint or repeated from the journal."""
+        """The number of steps that were made before the first new batch: those in the checkpoint, and those after it
+        that are trained again from the journal."""
         self.versions_done = before.resume_step // every
         """The number of versions that previous processes have made."""
         self.window = other_window or Window(

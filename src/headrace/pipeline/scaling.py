@@ -27,7 +27,7 @@ from headrace.types import NO_VERSION
 
 SAMPLE_SECONDS = 0.1
 SAMPLES = 20
-"""The fewest samples of an observation. Several short versions make one."""
+"""The fewest samples of an observation. If versions are short, one observation covers several of them."""
 ABORT_SECONDS = 5.0
 """Seconds in which an engine that leaves must have handed out what it has drawn. What it has not is drawn again."""
 
@@ -162,7 +162,7 @@ class Scaling:
 
     @property
     def _surplus(self) -> set[int]:
-        """The engines that should leave. The last one to serve waits until one of those that are wanted serves."""
+        """The engines that should leave: none until at least one of the engines that are to stay serves."""
         serves = any(self._pool.proved(f"engine-{rank}") >= 0 for rank in self._wanted & self._present)
         return (self._present | self._joining) - self._wanted - self._leaving if serves else set()
 
@@ -184,7 +184,7 @@ class Scaling:
         self._parts.waits.moved()
 
     def _give_up(self, rank: int, reason: str) -> None:
-        """Do without an engine that did not become ready."""
+        """Do without an engine that did not become ready. If no other engine is wanted, those that are there stay."""
         self._recorder.note(f"engine-{rank} cannot join: {reason}")
         if rank in self._wanted:
             self._want(self._wanted - {rank} or self._present, f"engine-{rank} is given up")

@@ -158,7 +158,7 @@ class Versions:
 
 @dataclass(frozen=True)
 class VersionProved(Event):
-    """An engine has answered a delivery: it has proved the version or refused it."""
+    """An engine has answered a delivery. The proof says whether the engine holds the version now, or refused it."""
 
     proof: Proof
 
@@ -298,8 +298,8 @@ class Deliveries:
             engine.name, lambda: "its proof to be recorded", lambda: self._answered.get(engine.name) is proof
         )
         if proof.quarantined:
-            # It got these requests before its quarantine was known. Other engines resume them: the next version may
-            # need them, and this engine may have to wait for the next version.
+            # The engine may have received requests before its quarantine was known here. Other engines resume them:
+            # the next version may need their answers, and this engine may have to wait for the next version.
             await engine.abort()
         return proof
 

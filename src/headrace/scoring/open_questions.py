@@ -1,4 +1,4 @@
-"""The open questions to scorers: who is asked, and since when no question to this scorer has ended.
+"""The open questions to scorers: who is asked, and when a question to each scorer last ended.
 
 A run in which nothing moves is no stall while a scorer may still take its time. A scorer that is silent for longer than
 its limits allow is no excuse any more.
@@ -36,7 +36,7 @@ class OpenQuestions:
             yield
         finally:
             asked.questions -= 1
-            # However the question ended, the next one that waited for its place begins only now.
+            # A scorer answers a limited number of questions at a time, so the next one may begin only now.
             asked.since = self._clock()
             if not asked.questions:
                 del self._asked[who]

@@ -47,7 +47,7 @@ _numbers = itertools.count()
 class Program(Scorer):
     """A program as a scorer. It gives one score to a whole rollout, based on the text of its last turn."""
 
-    keeps_deadlines = True
+    keeps_deadlines = True  # `score` ends within the time limit, so the stage sets none of its own.
 
     def __init__(self, config: ProgramConfig, section: str = "scorers.program") -> None:
         """`section` is the section of the configuration that mistakes name."""
@@ -181,7 +181,7 @@ async def _end(process: Process, mark: str) -> None:
     if process.returncode is not None:
         return
     _terminate(process)
-    for kill in (True, False):
+    for kill in (True, False):  # Wait for the end, then kill and wait once more.
         try:
             async with asyncio.timeout(END_SECONDS):
                 await _ended(process)

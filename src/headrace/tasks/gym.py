@@ -56,7 +56,7 @@ class GymTask(SingleTurnTask):
         )
 
     def demonstration(self, prompt: Prompt) -> str | None:
-        """Return the dataset's own answer; None if there is none that `answer_pattern` finds unchanged."""
+        """Return the dataset's own answer; None if it has none, or if `answer_pattern` would find another one."""
         answer = prompt.data["entry"]["answer"]
         if not isinstance(answer, str) or extract_answer(self._pattern, answer) != answer:
             return None

@@ -230,7 +230,7 @@ class PackedAttention:
         return output[None]
 
     def attend_saving(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `TrainedContext.attend_saving`."""
+        """See `models.attention.TrainedContext.attend_saving`."""
         flash = self._flash(call)
         if flash is not None:
             output, lse = flash.forward(*_flat(call))
@@ -245,7 +245,7 @@ class PackedAttention:
     def attend_backward(
         self, call: AttentionCall, output: torch.Tensor, lse: torch.Tensor, gradient: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """See `TrainedContext.attend_backward`."""
+        """See `models.attention.TrainedContext.attend_backward`."""
         flash = self._flash(call)
         if flash is not None:
             dq, dk, dv = flash.backward(gradient[0], *_flat(call), output[0], lse)
@@ -323,7 +323,10 @@ class PackedAttention:
 
 
 def _blocks(segments: tuple[Segment, ...]) -> Iterator[_Block]:
-    """Cut a row into blocks: whole families if they are short, else the prefix and runs of its continuations."""
+    """Cut a row into blocks: whole families if they are short, else the prefix and runs of its continuations.
+
+    A run of more than `JOINED_TOKENS` tokens is one family alone. Its prefix is a block of its own.
+    """
     families: list[list[int]] = []
     for i, segment in enumerate(segments):
         if segment.prefix is None:

@@ -62,8 +62,9 @@ class Critic:
     def judge(self, hidden: torch.Tensor, inputs: TokenInputs, rewards: torch.Tensor) -> Judgement:
         """Return the advantages of tokens that earned these rewards, and how far the critic was off.
 
-        `hidden` are the states before the tokens, [N, hidden size]. The error reaches the head as it is, and the trunk
-        times `trunk_weight`. With `[algorithm] reward_kl`, rewards also pay for the divergence from the reference.
+        `hidden` are the states before the tokens, [N, hidden size]. The gradient of the error reaches the head as it
+        is, and the policy's own weights multiplied by `trunk_weight`. With `[algorithm] reward_kl`, rewards also pay
+        for the divergence from the reference.
         """
         still = hidden.detach()
         if self.trunk_weight:

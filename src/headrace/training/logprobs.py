@@ -136,7 +136,8 @@ def read(
 def _top(logits: torch.Tensor, top: torch.Tensor | Likeliest) -> Readings:
     """Return k tokens' log-probabilities for each row, [n, k], the tail's, [n], and the ids if `top` is `Likeliest`.
 
-    The tail is summed from the other tokens' logits. One minus the sum of k probabilities would lose its digits.
+    The first field holds the normaliser, which the caller has already. The tail is summed from the logits of the other
+    tokens: one minus the sum of k probabilities would lose its digits.
     """
     if isinstance(top, Likeliest):
         ids = logits[:, : top.vocabulary].topk(top.k, dim=-1).indices.sort(dim=-1).values
@@ -257,7 +258,11 @@ def read_row(
 
 
 def _split(places: Index, kinds: Index) -> tuple[Index, Index, Index]:
-    """Divide places by the kinds of readings. Return the place of each pair, the pair of each target, and its kind."""
+    """Count a place once for each kind of reading that targets want there: a pair of place and kind.
+
+    `places` and `kinds` have an entry for each target. Return the place of each pair, the number of each target's pair,
+    and the kind of each pair.
+    """
     count = int(kinds.max()) + 1
     numbers, inverse = np.unique(places * count + kinds, return_inverse=True)
     divided, kind = np.divmod(numbers, count)
@@ -474,7 +479,7 @@ class _Head(torch.autograd.Function):
         hidden, weight, normalisers, logprobs = ctx.saved_tensors
         reading, temperature, arithmetic = ctx.arguments
         shares = torch.zeros_like(normalisers).index_add_(0, reading.rows, gradient)
-        # At the entry of a chosen token, the token's own gradient is added to the gradient of the softmax.
+        # The gradient at the logit of a chosen token, in which that of the softmax is included: it replaces that below.
         there = (gradient - logprobs.exp() * shares[reading.rows]) / temperature
         of_hidden = torch.empty_like(hidden)
         of_weight: torch.Tensor | None = None

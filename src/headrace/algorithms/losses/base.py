@@ -120,6 +120,7 @@ READS = {
 """The keys of [algorithm] that only this correction reads, by correction."""
 GOES_BY_REWARDS = ("opsm",)
 CAPS_WEIGHTS = ("tis", "sequence_tis")
+"""The corrections that limit importance weights. The file of a loss that lets them do so says `CAPS_WEIGHTS = True`."""
 
 
 def given(field: T | None) -> T:

@@ -170,7 +170,7 @@ Mapped = TypeVar("Mapped", bound=MappedSegment)
 
 
 class SegmentSource(Generic[Mapped]):
-    """The part of an engine's end that maps each segment once, and checks it before and after it is read."""
+    """What an engine reads segments with: it maps each segment once, and checks it before and after it is read."""
 
     private = False
 

@@ -60,7 +60,7 @@ class Storage(ABC):
 
 
 def storage_at(directory: Path | str, owner: str) -> Storage:
-    """Open the storage at this path or URL; `owner` is the name of the run, which stores without locks record."""
+    """Open the storage at this path or URL. A store has no locks, so a marker in it names its `owner`, the run."""
     if is_url(directory):
         return _ObjectFolder(str(directory), owner)
     return Directory(Path(directory).absolute())
@@ -69,7 +69,9 @@ def storage_at(directory: Path | str, owner: str) -> Storage:
 def sweep_storage(directory: Path | str, owner: str) -> bool:
     """Remove what a dead trainer of this run left.
 
-    Returns False if there is nothing, if the writer is alive or of another run, or if the storage cannot be reached.
+    Returns False if there is nothing, if another run writes there, or if the storage cannot be reached. In a directory,
+    a lock also tells whether the writer is alive. In a store nothing does: the caller must hold the run, so that it has
+    no other trainer.
     """
     try:
         if is_url(directory):

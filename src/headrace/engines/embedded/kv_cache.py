@@ -1,9 +1,9 @@
 """The blocks of the KV cache: their reference counts, and the prefix cache that finds blocks by their content.
 
 A block is free exactly when it has no references. Each reference is released exactly once. A free block that the prefix
-cache can find is reused only when no other block is free, the least recently used first. Only the owner of a block's
-last slots writes to the block. Other sharers read only the slots that were filled when they joined, or copy the block
-first.
+cache can find is reused only when no other block is free, the least recently used first. Sequences that share a block
+are kept apart by the caller: one of them writes to the free slots of the block, and the others read only the slots that
+were filled when they joined, or copy the block first.
 """
 
 from __future__ import annotations

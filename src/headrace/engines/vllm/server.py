@@ -54,7 +54,7 @@ separate processes in any case."""
 
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((DEBUG|INFO|WARNING|ERROR) [\d-]+ [\d:]+ \[[^\]]*\] )?")
 _WARNING = re.compile(r"^(\(\w+ pid=\d+\) )?(DEBUG|INFO|WARNING) ")
-"""Lines that may hold tracebacks of what is only missed, such as a library that is not installed."""
+"""Such lines may hold the traceback of a harmless error, such as an optional library that is not installed."""
 _ERROR = re.compile(r"^(\w+\.)*\w*(Error|Exception|Exit)\b.*: \S|error: \S|^Value error, \S")
 _FATAL = b"EngineCore encountered a fatal error"
 _EMPTY = re.compile(r"See root cause above|\d+ validation errors? for")
@@ -145,8 +145,8 @@ class VllmServer:
         if self.weights == "random":
             command += ["--load-format", "dummy"]
         if on_cpu(config):
-            # Only vLLM's first model runner needs this processor. The second one, which needs a GPU, draws noise by
-            # position without it, and takes no processors of this kind.
+            # On a CPU, vLLM has only the older of its two implementations of the model runner. There this processor
+            # makes the random numbers of a token depend on its position alone. The newer one, for GPUs, does so itself.
             command += ["--logits-processors", NOISE, "--block-size", str(self._block())]
         else:
             # With a message for each token, client and server would be busier with messages than the GPU with tokens.

@@ -27,7 +27,8 @@ def clipped_surrogate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return -w min(r A, clip(r) A) of each token for any ratio r, and whether the clipped term is the smaller one.
 
-    The weight w r of a token that is not clipped is at most the token's cap.
+    The product w r of a token that is not clipped is at most the cap that a correction, such as `tis`, sets for the
+    token.
     """
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     clipped = (bounded * inputs.advantages < ratio * inputs.advantages).detach()
