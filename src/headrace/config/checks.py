@@ -35,7 +35,7 @@ from headrace.config.schema import (
     is_reference,
     names_of,
 )
-from headrace.config.scorers import ScorerConfig, TeacherConfig
+from headrace.config.scorers import ProcessRewardConfig, ScorerConfig, TeacherConfig
 from headrace.config.staging import needs_second_copy
 from headrace.errors import ConfigError, UserError, one_line
 
@@ -133,6 +133,10 @@ def _check_rewards(task: DatasetTaskConfig, scorers: Mapping[str, ScorerConfig])
     rewards = task.named_rewards
     if not rewards and not scorers:
         raise ConfigError("[task] reward is required, or a scorer in its place ([scorers.NAME])")
+    judges = {name: one for name, one in scorers.items() if not isinstance(one, TeacherConfig)}
+    of_steps = [name for name, one in judges.items() if isinstance(one, ProcessRewardConfig) and one.whole == "none"]
+    if not rewards and of_steps and len(of_steps) == len(judges):
+        raise ConfigError(f"[task] reward is required, or [scorers.{of_steps[0]}] whole: it scores steps, not answers")
     if isinstance(task.reward, list) and len(rewards) < len(task.reward):
         raise ConfigError("[task] reward: two functions have the same name; name one of them by [scorers.NAME] instead")
     if task.reward_weights and len(task.reward_weights) != len(rewards):

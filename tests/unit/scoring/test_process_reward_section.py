@@ -83,3 +83,12 @@ def test_a_language_model_needs_the_token_of_a_good_step(reward_model: Path) -> 
     with pytest.raises(HeadraceError, match="'great' is not a token of"):
         made(reward_model, good="great")
     made(reward_model, good="+", bad="-")
+
+
+def test_whole_answers_need_a_reward_beside_the_scores_of_steps() -> None:
+    without = ["task.reward=[]"]
+    line = r"^\[task\] reward is required, or \[scorers.steps\] whole: it scores steps, not answers$"
+    with pytest.raises(HeadraceError, match=line):
+        load_config(EXAMPLE / "steps.toml", without)
+    load_config(EXAMPLE / "steps.toml", [*without, "scorers.steps.whole=min"])
+    load_config(EXAMPLE / "steps.toml", [*without, "scorers.big.scorer=judge.py:Judge"])
