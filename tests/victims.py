@@ -33,6 +33,7 @@ DELIVERING = (
     "SELECT (SELECT count(*) FROM versions) > (SELECT count(DISTINCT version) FROM deliveries) AND "
     "(SELECT count(*) FROM steps WHERE objective = 'policy') > 0"
 )
+FINISHED = "SELECT count(*) FROM meta WHERE key = 'outcome' AND value LIKE '%finished%'"
 MOMENT_SECONDS, END_SECONDS = 5.0, 60.0
 BACK_SECONDS = 60.0
 
@@ -89,7 +90,8 @@ class Victim:
     def kill(self, name: str, random: Random) -> bool:
         """Kill -9 a process of this name; the controller is resumed. Return whether there was one in time."""
         if name == "controller":
-            self._kill_controller()
+            if not self._kill_controller():
+                return False
         else:
             # A process that was killed a moment ago comes back first.
             if not self._wait(lambda: name in self.processes() or not self.alive(), BACK_SECONDS):
@@ -112,11 +114,17 @@ class Victim:
             return False
         return True
 
-    def _kill_controller(self) -> None:
+    def _kill_controller(self) -> bool:
         self.controller.kill()
-        self.controller.wait()
+        if self.controller.wait() != -signal.SIGKILL:
+            return False  # The run had ended by itself.
         self._wait(lambda: not self.processes(), END_SECONDS)
-        self._resume()
+        if count(self.run_dir, FINISHED):
+            # A finished run is not resumed. What it had not written yet is written from its journal.
+            self.controller = self._start("report", str(self.run_dir))
+        else:
+            self._resume()
+        return True
 
     def _resume(self) -> None:
         self.resumed += 1
