@@ -28,6 +28,7 @@ core 1. The controller and its reward worker may use both. In `credit` no proces
                the same in both arms. The arm `outcome` has no scorer and one advantage for each answer. Each arm has
                the better of the learning rates 1e-4 and 3e-4, chosen with seed 9: with 3e-4 the arm `outcome` ended
                at 0. Wanted: a higher held-out accuracy after equally many trained tokens, with every seed.
+               The two rates are too few: at 2e-4 the arm `outcome` was as good as the arm `steps` with seed 10.
 """
 
 import argparse
