@@ -8,9 +8,10 @@
 minute or two, to see that it works. Its figures mean nothing.
 
 The settings are stated here before the measurements. The task and the reward model of the example were chosen by
-looking at runs with seed 0, so `credit` takes other seeds. The settings of `slower` were chosen by shorter runs. In all
-measured runs of `timeline` and `speed` the engine and the trainer share core 0, and the process of the reward model has
-core 1. The controller and its reward worker may use both. In `credit` no process is pinned.
+looking at runs with seed 0, and the settings of `credit` with seeds from 9 on, so `credit` measures others. The
+settings of `slower` were chosen by shorter runs. In all measured runs of `timeline` and `speed` the engine and the
+trainer share core 0, and the process of the reward model has core 1. The controller and its reward worker may use both.
+In `credit` no process is pinned.
 
     timeline   the example with a policy of 3.4M parameters. A score of step k is in time if it arrives before the
                engine samples the first token of step k + 2. Wanted: all scores in time.
@@ -24,11 +25,15 @@ core 1. The controller and its reward worker may use both. In `credit` no proces
                answers are alike: random scores teach nothing. Printed are the share of the time for which each process
                computes, which tells whether the scorer is the slower part, and how many answers have exactly 7 steps.
                The steps are scored one by one, or after the last token. Wanted: 1.3 times as many tokens per second.
-    credit     the example with 4 groups of 8 answers in a version, with three seeds. Each seed has its own warm start,
-               the same in both arms. The arm `outcome` has no scorer and one advantage for each answer. Each arm has
-               the better of the learning rates 1e-4 and 3e-4, chosen with seed 9: with 3e-4 the arm `outcome` ended
-               at 0. Wanted: a higher held-out accuracy after equally many trained tokens, with every seed.
-               The two rates are too few: at 2e-4 the arm `outcome` was as good as the arm `steps` with seed 10.
+    credit     the task of the example, harder: in its demonstrations a traveller stays where it is with probability
+               0.25, so that about 1 answer in 1,000 is right before training. Versions have 8 groups of 8 answers
+               (depth 0, where a run gives the same result each time). Each seed has a warm start of its own, with which
+               both arms begin. The arm `outcome` has no scorer and one advantage for each answer. The learning rate of
+               each arm is the best of three, by the mean over the seeds 9 to 11:
+               `credit --seeds 9 10 11 --rates 5e-4 3e-4 7e-4`. The measured seeds are others. Wanted: a higher held-out
+               accuracy after equally many trained tokens, with every seed.
+               With `--stay 0.2` 1 answer in 200 is right before training. There 5e-4 is the best of six learning rates
+               for both arms (5e-5, 1e-4, 2e-4, 3e-4, 5e-4 and 1e-3), and the seeds 1 to 3 were measured.
 """
 
 import argparse
@@ -55,8 +60,11 @@ EXAMPLE = ROOT / "examples/steps"
 SHARED_CORE, SCORER_CORE = 0, 1
 LONG_STEPS, MORE_TRAVELLERS, ROOM = 7, 16, 256
 """The steps of an answer, the travellers in each step, and the room in tokens, where the scorer is the slower part."""
-CREDIT_GROUPS, RATES = 4, {"steps": 3e-4, "outcome": 1e-4}
-"""The groups of a version of `credit`, and the learning rate of each arm."""
+CREDIT_STAY, CREDIT_GROUPS, CREDIT_VERSIONS = 0.25, 8, 20
+"""In `credit`: the probability that a traveller of a demonstration stays where it is, the groups of a version, and the
+versions."""
+RATES = {"steps": 5e-4, "outcome": 7e-4}
+"""The learning rates of the arms of `credit`."""
 POLICY = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 2}
 POLICY |= {"num_key_value_heads": 2, "max_position_embeddings": ROOM}
 WIDE_POLICY = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -74,7 +82,11 @@ def main() -> None:
     parser.add_argument("--reward-model", type=Path, default=EXAMPLE / "reward_model")
     parser.add_argument("--only", choices=["beside", "slower"], help="speed: one of the two comparisons")
     parser.add_argument("--repeats", type=int, default=3, help="speed: runs of each arm, taken by turns")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="credit")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[4, 5, 6], help="credit")
+    parser.add_argument(
+        "--stay", type=float, default=CREDIT_STAY, help="credit: how often a traveller of a demonstration stays"
+    )
+    parser.add_argument("--rates", type=float, nargs="+", help="credit: learning rates that both arms take by turns")
     parser.add_argument("--runs", type=Path, help="where the runs are made and kept; by default they are deleted")
     parser.add_argument("--smoke", action="store_true")
     given = parser.parse_args()
@@ -220,9 +232,14 @@ def _slower(given: argparse.Namespace, directory: Path) -> Sections:
         "training": {"learning_rate": 1e-7},
     }
     sections = _with(_example(given, versions=4 if given.smoke else 10), changes)
-    warm = _trained(directory / "warm", _with(_without_scorer(sections), {"run": {"versions": 1}}), pinned=False)
-    policy = {"path": str(warm.model_dir), "weights": "load"}
-    return _with(sections, {"model": policy, "warm_start": {"steps": 0}})
+    return _after_warm_start(sections, directory / "warm")
+
+
+def _after_warm_start(sections: Sections, path: Path) -> Sections:
+    """Run the warm start of these sections in this directory, and return the sections of runs that begin with it."""
+    alone = {"run": {"versions": 1}, "training": {"learning_rate": 1e-9}, "evaluate": {"prompts": 0}}
+    policy = _trained(path, _with(_without_scorer(sections), alone), pinned=False).model_dir
+    return _with(sections, {"model": {"path": str(policy), "weights": "load"}, "warm_start": {"steps": 0}})
 
 
 # ---- what scores are good for
@@ -230,29 +247,56 @@ def _slower(given: argparse.Namespace, directory: Path) -> Sections:
 
 def credit(given: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Train with credit per step and with the outcome alone, and compare the held-out accuracy."""
+    make = _make()
+    make.STAY = given.stay
+    make.write_data(directory / "train.jsonl", 4000, set(_prompts(EXAMPLE / "heldout.jsonl")), random.Random(1))
     rows = []
     for seed in given.seeds[: 1 if given.smoke else None]:
-        own: dict[str, dict[str, Any]] = {"run": {"seed": seed}, "buffer": {"groups": CREDIT_GROUPS}}
-        sections = _with(_example(given, versions=3 if given.smoke else 15), own)
-        sections["evaluate"]["prompts"] = 50 if given.smoke else 500
-        row: dict[str, Any] = {"seed": seed}
-        for arm, of_arm in (("steps", sections), ("outcome", _without_scorer(sections))):
-            of_arm = _with(of_arm, {"training": {"learning_rate": RATES[arm]}})
-            summary = _trained(directory / f"{arm}-{seed}", of_arm, pinned=False).summary
-            row[arm] = {key: summary[key] for key in ("heldout_before", "heldout_after", "tokens_trained")}
-            print(
-                f"seed {seed}, {arm}: held out {summary['heldout_before']:.3f} -> {summary['heldout_after']:.3f}, "
-                f"{summary['tokens_trained']} tokens",
-                flush=True,
-            )
-        rows.append(row)
-    after = {arm: [row[arm]["heldout_after"] for row in rows] for arm in ("steps", "outcome")}
-    wins = sum(a > b for a, b in zip(after["steps"], after["outcome"], strict=True))
-    print(
-        f"credit per step: {fmean(after['steps']):.3f}, outcome alone: {fmean(after['outcome']):.3f}; "
-        f"credit per step is better with {wins} of {len(rows)} seeds"
-    )
-    return {"seeds": rows}
+        arms = _arms(given, directory, seed)
+        for turn in range(len(given.rates or [0])):
+            row: dict[str, Any] = {"seed": seed}
+            for arm, sections in arms.items():
+                rate = given.rates[turn] if given.rates else RATES[arm]
+                with_rate = _with(sections, {"training": {"learning_rate": rate}})
+                summary = _trained(directory / f"{arm}-{seed}-{turn}", with_rate, pinned=False).summary
+                row[arm] = {key: summary[key] for key in ("heldout_before", "heldout_after", "tokens_trained")}
+                row[arm]["learning_rate"] = rate
+                print(
+                    f"seed {seed}, {arm}, learning rate {rate:g}: held out {summary['heldout_before']:.3f} -> "
+                    f"{summary['heldout_after']:.3f}, {summary['tokens_trained']} tokens",
+                    flush=True,
+                )
+            rows.append(row)
+    for rate in given.rates or []:
+        same = [row for row in rows if row["steps"]["learning_rate"] == rate]
+        print(f"learning rate {rate:g}: {_means(same)}")
+    if not given.rates:
+        wins = sum(row["steps"]["heldout_after"] > row["outcome"]["heldout_after"] for row in rows)
+        print(f"{_means(rows)}; credit per step is better with {wins} of {len(rows)} seeds")
+    return {"runs": rows}
+
+
+def _prompts(path: Path) -> list[str]:
+    return [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
+
+
+def _arms(given: argparse.Namespace, directory: Path, seed: int) -> dict[str, Sections]:
+    """Return the sections of both arms of `credit`, which begin with the same warm start."""
+    own: dict[str, dict[str, Any]] = {
+        "run": {"seed": seed},
+        "task": {"path": str(directory / "train.jsonl")},
+        "buffer": {"groups": 4 if given.smoke else CREDIT_GROUPS, "depth": 0},
+        "evaluate": {"prompts": 50 if given.smoke else 500},
+    }
+    sections = _with(_example(given, versions=3 if given.smoke else CREDIT_VERSIONS), own)
+    sections = _after_warm_start(sections, directory / f"warm-{seed}")
+    return {"steps": sections, "outcome": _without_scorer(sections)}
+
+
+def _means(rows: list[dict[str, Any]]) -> str:
+    """Return the mean held-out accuracy of both arms as a text."""
+    steps, outcome = (fmean(row[arm]["heldout_after"] for row in rows) for arm in ("steps", "outcome"))
+    return f"credit per step: {steps:.3f}, outcome alone: {outcome:.3f}"
 
 
 # ---- runs
@@ -298,7 +342,8 @@ def _trained(path: Path, sections: Sections, *, pinned: bool) -> Run:
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = _with(sections, {"run": {"name": path.name, "directory": str(path.parent)}})
     if not pinned and "scorers" in whole:
-        del whole["scorers"]["steps"]["cores"]
+        steps = {key: value for key, value in whole["scorers"]["steps"].items() if key != "cores"}
+        whole["scorers"] = {"steps": steps}
     file = path.parent / f"{path.name}.toml"
     file.write_text("".join(_lines(whole)))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
